@@ -145,13 +145,13 @@ FRESH_STATE = {
     "best_score": math.inf,  # of best_metric, its sign turned if higher is better
     "best_val_loss": math.inf,  # validation loss of the best weights
     "best_step": 0,
-    "score_to_beat": math.inf,  # by min_delta
-    "evals_since_best": 0,  # evaluations that did not beat it
+    "score_to_beat": math.inf,  # a better score, by min_delta, counts as an improvement
+    "evals_since_best": 0,  # evaluations without an improvement
     "lr_factor": 1.0,  # product of the plateau_factors so far
-    "skips_in_row": 0,  # updates that were not finite
-    "high_in_row": 0,  # losses above the first one
+    "skips_in_row": 0,  # updates that were skipped, as a number was not finite
+    "high_in_row": 0,  # steps whose loss was above first_loss
     "first_loss": math.inf,
-    "evaluation_due": False,  # a stop came before or in it: the process that resumes takes it first
+    "evaluation_due": False,  # left by a stop to the process that resumes, which begins with it
 }
 # What a run takes over from the checkpoint of another one
 POSITION = ("step", "sequences", "tokens", "micro_batch")
@@ -176,7 +176,7 @@ def knob(name: str, default: str | int | float | bool, comment: str) -> None:
 def main(argv: list[str] | None = None, hooks: Sequence[Hook] = ()) -> int:
     """Run the flags in `argv` (None: those of the command line). Returns the exit code. Raises
     BadInput, or what ended the run. hooks: are called on the way, after those of the script."""
-    from reporting.watchers import ReportAtEnd, copy_to_wandb  # which `import train` need not load
+    from reporting.watchers import ReportAtEnd, Wandb  # which `import train` need not load
 
     global last_run
     clock = Clock(since_process_start=argv is None)
@@ -198,8 +198,8 @@ def main(argv: list[str] | None = None, hooks: Sequence[Hook] = ()) -> int:
             from_rank0(run.folder.set_aside)
         flags = sys.argv[1:] if argv is None else argv
         from_rank0(run.folder.open, run, [shown(script() or __file__), *flags])
-        if wandb_log:
-            from_rank0(copy_to_wandb, run)
+        if wandb_log and rank() == 0:
+            run.hooks.append(Wandb(run))
         peak = from_rank0(machine.peak_flops, run.device, dtype)
         run.max_flops = peak[0] * world_size()
         console.print_plan(run, peak, resuming.changes_since(run))
@@ -309,7 +309,7 @@ class Run(Start):
     val_data: torch.utils.data.Dataset
     model: torch.nn.Module
     optimizers: list
-    groups: list  # param_groups as built; a resume applies only what changed in them since
+    groups: list  # param_groups as this process built them: see checkpoint.restore_optimizer()
     scaler: torch.amp.GradScaler
     ema: dict  # name -> averaged weight; empty when off
     state: dict
@@ -317,7 +317,7 @@ class Run(Start):
     resumed_from: dict = field(default_factory=dict)  # facts of the checkpoint, and micro_batch
     signals: Signals = field(default_factory=Signals)  # none are handled until the first step
     knobs: dict = field(default_factory=dict)  # name -> cli.Knob: what a knob may do
-    noted_size: int = 0  # of a micro-batch, in the newest event
+    noted_size: int = 0  # of a micro-batch, as the newest event out_of_memory says
     batches: Iterator | None = None  # the batches to come
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
     hooks: list[Hook] = field(default_factory=list)  # the audit first, nearest to the step
@@ -351,21 +351,21 @@ def run_to_the_end(run: Run) -> int:
             model = first_pass(run)
             run.facts = resuming.facts(run, is_compiled=model is not run.model)
             run.clock.lap("compile" if run.facts["config"]["compile"] else "start")
-            begin(run, table, saver)
+            open_record(run, table, saver)
             run.clock.lap("evaluate")
             stack.enter_context(run.signals)  # until here there was nothing to save
             ending = train(run, model, table, saver)
-            run.batches = None  # its workers end; after an error, they end with the process
+            run.batches = None  # ends the data workers; after an error, they end with the process
         except KeyboardInterrupt:
             ending = stopped_by(signal.SIGINT)
             raise
         except Exception as error:
-            data.kill_workers()  # else torch would raise for each one that ends
+            data.kill_workers()  # torch would raise once more for each worker that ends later
             kind = "" if isinstance(error, RunFailed) else type(error).__name__
             words = ": ".join(filter(None, ("failed", kind, str(error))))
             ending = console.one_line(words), 1
-            if str(error).startswith("DataLoader"):  # a worker; what follows is torch's advice
-                message = str(error).partition(". ")[0]
+            if str(error).startswith("DataLoader"):  # a worker was killed
+                message = str(error).partition(". ")[0]  # without torch's advice
                 raise RunFailed(f"{message} (out of memory?); the same command resumes") from error
             raise
         finally:
@@ -392,7 +392,7 @@ def first_pass(run: Run) -> torch.nn.Module:
     return model
 
 
-def begin(run: Run, table, saver) -> None:
+def open_record(run: Run, table, saver) -> None:
     """Open the record. A run that begins here is evaluated and saved before its first step; rows of
     one that resumes are compared with those that the log already holds."""
     log_smaller_micro_batch(run)
@@ -415,7 +415,7 @@ def train(run: Run, model, table, saver) -> tuple[str, int]:
     recent = []  # the last rows, for a diagnosis
     while True:
         # ---- training: only this step and log_two_more_steps change the weights -------------------
-        if not state["evaluation_due"]:  # else a stop left the evaluation of this step to us
+        if not state["evaluation_due"]:  # a process that begins with an evaluation takes no step
             try:
                 steps.append(take_step(run, model))
             except StoppedWaiting:  # the batch did not come within a second of a stop
@@ -492,10 +492,9 @@ def log_two_more_steps(run: Run, model, recent: list[dict]) -> None:
     is_slow = not recent or 2 * recent[-1]["step_ms"] > 3000
     with suppress(StoppedWaiting):
         for taken in range(2):
-            has_evaluation = taken and every(
-                eval_interval, run.state["step"]
-            )  # it may change the rate
-            is_over = is_slow or has_evaluation or run.state["step"] == max_steps
+            step = run.state["step"]
+            # an evaluation between the two may change the rate of the second
+            is_over = is_slow or step == max_steps or (taken and every(eval_interval, step))
             if any(ranks.max_over_ranks(is_over, run.signals.orphaned())):
                 break
             rows = finish_rows(run, [take_step(run, model, is_witness=True)])
@@ -595,7 +594,7 @@ class ShuffledWindows(torch.utils.data.Dataset):
         rows = data.read_rows(self.tokens, np.concatenate(parts), self.block_size + 1)
         return rows[:, :-1].copy(), rows[:, 1:].copy()
 
-    __getitem__.draws_nothing = True  # so reading it seeds nothing
+    __getitem__.draws_nothing = True  # data.Reader need not seed the random numbers for it
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -612,16 +611,16 @@ def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr:
     """
     run.model.zero_grad(set_to_none=True)  # 1: zero the gradients
     set_lr(run.optimizers, lr)  # 2: set the learning rate
-    before = Snapshot(run)  # buffers and random state: what a retry or a skip puts back
+    snapshot = Snapshot(run)  # buffers and random state: what a retry or a skip puts back
     n_targets = ranks.total(count_targets(targets))
     take = partial(forward_backward, model, run, inputs, targets, n_targets)
-    numbers = halving_on_oom(before, take, len(inputs))  # 3 to 5; which gradients there are
-    ranks.sum_gradients(run.model, numbers)  # each is divided by the global count
+    numbers = halving_on_oom(snapshot, take, len(inputs))  # 3 to 5
+    ranks.sum_gradients(run.model, numbers)  # operation 4 makes these sums the global means
     grad_norm = clip(run)  # 6: unscale, then clip
     skipped = ~(numbers["loss"].isfinite() & grad_norm.isfinite())
     if run.scaler.is_enabled():
         numbers["loss_scale"] = run.scaler.scale(torch.ones_like(grad_norm))  # without a wait
-    update(run, before, skipped, len(inputs))  # 7: all that a step moves, or nothing
+    update(run, snapshot, skipped, len(inputs))  # 7: all that a step moves, or nothing
     return {**numbers, "grad_norm": grad_norm, "skipped": skipped, "targets": n_targets}
 
 
@@ -644,7 +643,7 @@ def forward_backward(model, run: Run, inputs, targets, n_targets: torch.Tensor) 
     other scalar that the model returns beside it."""
     totals = {}
     for means, n in micro_batches(model, run, inputs, targets):  # 3: forward
-        parts = n_targets / n  # so many of this size make the global batch; infinite if n is 0
+        parts = n_targets / n  # the global batch is so many of these; infinite if n is 0
         numbers = {name: mean / parts for name, mean in means.items()}  # 4: scale
         run.scaler.scale(numbers["loss"]).backward()  # 5: backward
         totals = {name: totals.get(name, 0.0) + numbers[name].detach() for name in numbers}
@@ -679,13 +678,13 @@ def clip(run: Run) -> torch.Tensor:
 
 
 @torch.no_grad()
-def update(run: Run, before: Snapshot, skipped: torch.Tensor, sequences: int) -> None:
+def update(run: Run, snapshot: Snapshot, skipped: torch.Tensor, sequences: int) -> None:
     """Step, unless `skipped`: then weights, moments, buffers and averages stay as they were. The
     scaler lowers its scale if it has seen gradients that are not finite. sequences: of this rank."""
     for optimizer in run.optimizers:
         step_optimizer(optimizer, skipped)
     run.scaler.update()
-    before.average_or_restore_buffers(skipped, sequences / sequences_at(run.state["step"]))
+    snapshot.average_or_restore_buffers(skipped, sequences / sequences_at(run.state["step"]))
     for name, average in run.ema.items():  # Polyak & Juditsky 1992
         weight = ranks.local_tensor(run.model.get_parameter(name))
         ranks.local_tensor(average).lerp_(weight, (1 - ema_decay) * (1 - skipped.float()))
@@ -757,7 +756,7 @@ def sum_losses(run: Run) -> dict:
     """{name: sum over this rank's share of the validation data, in float64} of each number that the
     model returns, and of `targets`, which are counted. Raises StoppedInEvaluation after a batch if
     a signal has come, on any rank."""
-    before = Snapshot(run)
+    snapshot = Snapshot(run)
     totals = Counter()
     size = min(run.state["micro_batch"], ranks.largest_share(sequences_at(run.state["step"])))
     reader = data.Reader(run.val_data, seed)
@@ -767,7 +766,7 @@ def sum_losses(run: Run) -> dict:
         mine = mine if has_rows else first
         count = min(size, len(run.val_data) - mine)
         batch = data.to_device(reader[mine, count], run.device)
-        sums = halving_on_oom(before, partial(sum_losses_of_batch, run, mine, *batch), count)
+        sums = halving_on_oom(snapshot, partial(sum_losses_of_batch, run, mine, *batch), count)
         for name in sums:
             totals[name] += sums[name] * has_rows
         if run.signals.agreed_stop:
@@ -817,8 +816,8 @@ def what_is_due(run: Run) -> SimpleNamespace:
     due = SimpleNamespace(
         ending=("finished", 0) if last else None,  # (how, exit code)
         stop=0,
-        save_now=run.state["evaluation_due"],  # in place of the save without that evaluation
-        rows=last or every(log_interval or 100, step),  # also without lines, for metrics.jsonl
+        save_now=run.state["evaluation_due"],  # replaces the save that a stop made without it
+        rows=last or every(log_interval or 100, step),  # metrics.jsonl has them without lines, too
         evaluation=last or every(eval_interval, step),
         sample=every(sample_interval, step),
         milestone=every(milestone_interval, step),
@@ -833,7 +832,7 @@ def what_is_due(run: Run) -> SimpleNamespace:
         due.ending = "left alone by its launcher", 1
     if by_hook:
         due.ending = next(filter(None, ranks.from_all_ranks(run.stop_with)))
-    if due.stop:  # at the last step, too: its evaluation waits for the process that resumes
+    if due.stop:  # in the last step, too: the process that resumes evaluates, and finishes
         due.ending = stopped_by(due.stop)
     return due
 
@@ -908,7 +907,7 @@ def finish_rows(run: Run, steps: list) -> list[dict]:
     seconds = run.clock.lap("train")
     tokens_per_sec = sum(row.pop("batch_tokens") for row in rows) / seconds
     flops = flops_per_token(run.model) * tokens_per_sec
-    if flops > run.max_flops:  # so the peak is false: the machine was busy when it was measured
+    if flops > run.max_flops:  # the machine was busy when its peak was measured
         run.max_flops = math.nan
     mfu = flops / run.max_flops
     common = {

@@ -41,20 +41,20 @@ def repeated(run, take_step: Callable[[], dict], most: int) -> dict:
         return skipped(run, step, take_step())
     machine.synchronize(run.device)
     with run.clock.apart("audit"):
-        machine.keep_freed_memory(False)  # or the copy would count as memory of the run
-        before = clone(run.checkpoint())
+        machine.keep_freed_memory(False)  # the copy must not count as memory of the run
+        saved = clone(run.checkpoint())
         machine.keep_freed_memory()
-    tries = []  # of each, {name: hash} by rank
-    names = []  # that differ between the first two
+    tries = []  # for each try, [{name: hash} of each rank]
+    names = []  # of the hashes that differ between the first two tries
     # Two equal tries prove the step. If they are not equal, a third one shows which of them was
     # computed wrongly, and leaves the right result behind.
     while len(tries) < (most if names else 2):
         with run.clock.apart("audit") if tries else nullcontext():
             if tries:
-                restore(run, before)
+                restore(run, saved)
             numbers = take_step()
             machine.synchronize(run.device)
-        # smaller micro-batches give other bits; memory ran out maybe because of the copy
+        # memory ran out, perhaps because of the copy: smaller micro-batches give other bits
         if run.state["micro_batch"] != micro_batch:
             return skipped(run, step, numbers)
         with run.clock.apart("audit"):

@@ -25,12 +25,13 @@ from plumbing.fsdp import shard_like
 from plumbing.out_of_memory import out_of_memory
 from plumbing.snapshot import by_path, clone, leaves, mapped, set_rng_state, tensors
 
-HASHED = ("model", "optimizer", "scaler", "ema", "state", "rng")  # what the next steps depend on
-FORMAT = 2  # of a checkpoint: its entry `format`
+# The entries of a checkpoint on which the next steps depend
+HASHED = ("model", "optimizer", "scaler", "ema", "state", "rng")
+FORMAT = 2  # the entry `format` of a checkpoint
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 ONCE_FIXED = "once that is fixed, the same command resumes from the newest checkpoint"
 PAUSE = 60  # seconds between two tries to save the end of a run
-OLDER = "ffdf2fe"  # the newest commit that writes and reads checkpoints without that entry
+OLDER = "ffdf2fe"  # the newest commit that reads checkpoints without an entry `format`
 
 
 class Damaged(ValueError):
@@ -128,7 +129,7 @@ def restore(run, saved: dict) -> None:
     for name, average in run.ema.items():
         average.copy_(shard_like(average, averages[name]))
     run.scaler.load_state_dict(saved["scaler"])
-    kept = run.state["micro_batch"]  # what memory allows stays known
+    kept = run.state["micro_batch"]  # what fits into memory here does not depend on the checkpoint
     run.state.update(clone(saved["state"]) | {"micro_batch": kept})
     if len(saved["rng"]) == ranks.world_size():
         set_rng_state(saved["rng"][ranks.rank()], run.device)
@@ -138,7 +139,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, built: list[dict], saved
     """Put back the state of an optimizer, and its groups. built: these as configure_optimizers
     made them for this process."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    owners = dict(enumerate(weights))  # by the keys of the state
+    owners = dict(enumerate(weights))  # the weight that a key of the optimizer's state stands for
 
     def own_part(leaf, path):
         owner = owners.get(path[0])
@@ -148,12 +149,12 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, built: list[dict], saved
     moments = mapped(own_part, saved["state"])
     groups = clone(saved["param_groups"])
     for now, then, group in zip(built, saved["built"], groups, strict=True):
-        # as saved, except for the values that changed knobs now build differently
+        # a value that this process builds differently was changed by a knob: it stays as built
         group.update({k: v for k, v in now.items() if repr(then.get(k)) != repr(v)})
     own_keys = clone(saved | {"state": {}})
     optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
     for i in owners.keys() & moments.keys():
-        # as saved: torch casts to the weight's dtype, and garbles a str
+        # load_state_dict casts to the weight's dtype, and garbles a str: put back what was saved
         optimizer.state[owners[i]].update(moments[i])
 
 
@@ -206,7 +207,9 @@ def groups_of(run) -> list[list[list]]:
 def refuse_unequal_replicas(run) -> None:
     """Raises RunFailed if ranks differ in what a checkpoint keeps of rank 0 alone: weights and
     buffers that are not sharded, and the loop's state."""
-    counters = "num_batches_tracked"  # BatchNorm's: ranks may have more or fewer micro-batches
+    counters = (
+        "num_batches_tracked"  # of BatchNorm; a rank may take more micro-batches than another
+    )
     if ranks.world_size() == 1:
         return
     kept = by_path({**run.model.state_dict(), "FRESH_STATE": run.state})
@@ -231,9 +234,9 @@ class Saver:
     def __init__(self, run, keep_last: int):
         self.run = run
         self.keep_last = keep_last
-        self.groups = groups_of(run)  # with others, no resume could read a checkpoint
-        self.thread = None  # of the newest save, on rank 0
-        self.error = None  # of that save
+        self.groups = groups_of(run)  # a checkpoint with other groups could not be resumed
+        self.thread = None  # that writes the newest save, on rank 0
+        self.error = None  # that the newest save met
         self.unsaved_best = None  # the checkpoint of a best.pt that could not be written
         run.signals.newest_save = run.state["step"]
 
@@ -298,7 +301,7 @@ class Saver:
             self.unsaved_best = None
             self.prune()
         except Exception as error:
-            below = error.__context__  # torch's own error hides that of the disk
+            below = error.__context__  # torch wraps the error of the disk in one of its own
             self.error = below if isinstance(below, OSError) else error
             reason = reason_of(self.error)
             self.run.folder.event(state["step"], "save_failed", file=names[-1], error=reason)

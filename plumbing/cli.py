@@ -61,7 +61,7 @@ class BadInput(Exception):
 
     exit_code = 2
     prefix = ""
-    said = False  # whether another rank prints it
+    said = False  # whether another rank prints this error
 
 
 class RunFailed(Exception):
@@ -87,7 +87,7 @@ def run_script(main: Callable[[], int | None]) -> int:
     try:
         print(end="", flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python would complain at its exit
     return code
 
 

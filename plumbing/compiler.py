@@ -27,9 +27,9 @@ def warm_up(
     that is another one when it is read again.
 
     If torch.compile fails, a single process records `compile_failed` and runs eager."""
-    log_smaller_micro_batch(run)  # the sizes to compare later ones with
+    log_smaller_micro_batch(run)  # notes the size that later ones are compared with
     state = clone(run.state)
-    before = Snapshot(run)
+    snapshot = Snapshot(run)
     model = compiled(run) if compile else run.model
     inputs, targets = read()
     if [*map(checksum, read())] != [checksum(inputs), checksum(targets)]:
@@ -41,17 +41,17 @@ def warm_up(
     n_targets = torch.tensor(targets.numel(), device=run.device)
     take = partial(forward_backward, model, run, inputs, targets, n_targets)
     try:
-        halving_on_oom(before, take, len(inputs))
+        halving_on_oom(snapshot, take, len(inputs))
     except Exception as error:
         if not compile or isinstance(error, RunFailed) or world_size() > 1:
-            raise  # of several ranks, others may have compiled
+            raise  # eager on one rank and compiled on another would differ
         reason = one_line(error)
-        before.restore()
+        snapshot.restore()
         model = warm_up(run, False, forward_backward, read)  # shows the eager error
         run.folder.event(run.state["step"], "compile_failed", error=reason)
     run.model.zero_grad(set_to_none=True)
     run.state.update(state | {"micro_batch": run.state["micro_batch"]})
-    before.restore()
+    snapshot.restore()
     return model
 
 

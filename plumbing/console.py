@@ -83,7 +83,7 @@ class Table:
     def __init__(self, max_steps: int):
         self.max_steps = max_steps
         self.header = ""
-        self.row = {}  # the one printed last
+        self.row = {}  # the row that was printed last
         self.live_again = 0.0  # when the live line may be written again, time.monotonic()
 
     def print_row(self, row: dict) -> None:
@@ -186,7 +186,9 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
         print_wrapped(f"changed  {change_words(changed)}")
     flops, source = peak
     rate = (
-        f"{flops / 1e12:.3g} TFLOP/s" if flops > 0 else "n/a: its timings disagree, a busy machine"
+        f"{flops / 1e12:.3g} TFLOP/s"
+        if flops > 0
+        else "n/a, as repeated timings disagree: the machine is busy"
     )
     known = run.facts["config"] | run.facts["run"]
     sequences = product(known, run.knobs)

@@ -14,14 +14,11 @@ def diagnosis(run: Any, why: str, recent: list[dict]) -> str:
     checkpoint of before the first bad row with a lower rate, and one that shows that step. Rank 0
     only. Without a skipped row the last one is the bad one."""
     bad = next((row for row in recent if row["skipped"]), recent[-1])
-    numbers = [
-        f"{name} {' '.join(f'{row[name]:.3g}' for row in recent)}"
-        for name in ("lr", "grad_norm", "loss")
-    ]
+    numbers = ""
+    for name in ("lr", "grad_norm", "loss"):
+        numbers += f"; {name} " + " ".join(f"{row[name]:.3g}" for row in recent)
     facts = run.folder.facts
     script, *words = facts["command"]
-    flags = ["--resume", "--peak_lr", "--min_lr", "--out_dir"]
-    words = [word for word in words if word.partition("=")[0] not in flags]
     config = facts["config"]
     saves = newest_first(run.folder.path)
     # a skipped update changes nothing, so without an older one the newest serves
@@ -33,11 +30,11 @@ def diagnosis(run: Any, why: str, recent: list[dict]) -> str:
     again = [*words, f"--resume={shown(begin)}", *rates, run.folder.fresh_out_dir()]
     look = [shown(run.folder.path), f"--step={bad['step']}", *script_flag(facts)]
     ranks = facts["run"]["world_size"]
-    launcher = (
-        ["torchrun", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
-    )
+    launcher = ["python"]
+    if ranks > 1:
+        launcher = ["torchrun", "--standalone", f"--nproc_per_node={ranks}"]
     return (
-        f"failed: {why}, at step {recent[-1]['step']:,}. The last rows: {'; '.join(numbers)}.\n"
+        f"failed: {why}, at step {recent[-1]['step']:,}. The last rows{numbers}.\n"
         f"A lower rate, from before: {shlex.join([*launcher, shown(script), *again])}\n"
         f"What happened in step {bad['step']:,}: "
         f"{shlex.join([*launcher, shown(REPO / 'replay.py'), *look])}"

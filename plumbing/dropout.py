@@ -21,7 +21,7 @@ def dropped(x, share):
         return x
     if x.device.type != "cpu":
         return F.dropout(x, share)
-    if torch.compiler.is_compiling():  # then the hash is a part of the kernel of the product
+    if torch.compiler.is_compiling():  # the compiler fuses hash and product into one kernel
         width, bits = 32, random_bits(x.numel())
     else:
         width, bits = 16, random_bits((x.numel() + 1) // 2).view(torch.int16)[: x.numel()]

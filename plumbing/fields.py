@@ -17,7 +17,7 @@ class Field:
     name: str
     kind: str  # of its rows: train, eval, both; mark: of all, and no number; none: in no row
     writer: str = "loop"  # or train_step, evaluate, clock (what is measured)
-    heading: str = ""  # of its column, or before it in the line of an evaluation; "" = not printed
+    heading: str = ""  # above its column, or before the number of an evaluation; "" = not printed
     form: str = ""  # how it is printed, a format of Python's
     plot: str = ""  # the title of its panel in the report; "" = none
     leaves: int = 0  # columns with the highest number leave a narrow terminal first; 0 = it stays
@@ -65,7 +65,7 @@ ALL_FIELDS = (  # in the order of columns and panels
 )
 # fmt: on
 FIELDS = {field.name: field for field in ALL_FIELDS}
-# What is equal in two runs that compute the same; the rest is measured
+# Fields that are equal in two runs that compute the same; all others are measured
 COMPARED = [field.name for field in ALL_FIELDS if field.writer != "clock"]
 
 

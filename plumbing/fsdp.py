@@ -21,7 +21,7 @@ def shard(model: torch.nn.Module, device: torch.device, dtype: str) -> torch.nn.
     low = MixedPrecisionPolicy(
         param_dtype=getattr(torch, dtype),
         reduce_dtype=torch.float32,
-        cast_forward_inputs=False,  # or float32 rotary tables, which are inputs, would be rounded
+        cast_forward_inputs=False,  # rotary tables are inputs, and must stay float32
     )
     blocks = list(getattr(model, "blocks", []))
     for block in blocks:
@@ -29,7 +29,7 @@ def shard(model: torch.nn.Module, device: torch.device, dtype: str) -> torch.nn.
         fully_shard(block, mp_policy=low if matrices else MixedPrecisionPolicy(), **how)
     fully_shard(model, **how)
     for module in (*blocks, model):
-        module.set_gradient_divide_factor(1.0)  # a sum, like sum_over_ranks
+        module.set_gradient_divide_factor(1.0)  # sums, as ranks.sum_over_ranks() does
         module.set_force_sum_reduction_for_comms(True)
         # zeros where a rank has no gradient, as ranks.sum_gradients() has for plain models
         module.set_reduce_scatter_unused_params(True)

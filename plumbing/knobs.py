@@ -20,7 +20,7 @@ class Start:
 
     device: torch.device
     folder: RunFolder
-    path: Path | None  # of the checkpoint from which it goes on; None: a new run
+    path: Path | None  # the checkpoint from which the run goes on; None: it is new
     reasons: dict  # knob that was "auto" -> why it has its value
 
 
@@ -31,7 +31,7 @@ def settle_knobs(config: Config, stack: ExitStack, to_train: bool) -> tuple[Star
     Returns also what that checkpoint holds, or None. Raises BadInput."""
     refuse_contradictions(config)
     config.settle(out_dir=folder_name(config, code.script()))
-    config.settle(**machine.pin_kernels(config))  # if portable: before the first operation
+    config.settle(**machine.pin_kernels(config))  # portable: before torch's first operation
     device = machine.choose_device(config["device"])
     if config["device"] == "auto":
         config.settle(device=device.type)
@@ -44,7 +44,7 @@ def settle_knobs(config: Config, stack: ExitStack, to_train: bool) -> tuple[Star
     if to_train:
         from_rank0(folder.lock)
     path = from_rank0(resume.find_checkpoint, folder, config["resume"], to_train)
-    saved = checkpoint.load(path, verify=False) if path else None  # it is verified by now
+    saved = checkpoint.load(path, verify=False) if path else None  # find_checkpoint verified it
     if to_train and not path and "out_dir" not in config.typed:
         print_runs_beside(folder.path, config)
     values, reasons = from_rank0(resume.resolve_auto_knobs, config, saved, device)

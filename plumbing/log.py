@@ -20,7 +20,7 @@ from pathlib import Path
 from plumbing.fields import COMPARED
 from plumbing.files import fsync, replacing
 
-# Events of a process, not of a step: nothing undoes them
+# Events that belong to a process, not to a step: no resume undoes them
 OF_PROCESS = ("resume", "resume_checked", "end")
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -171,12 +171,12 @@ class Witness:
     """
 
     def __init__(self, old_rows: list[dict], best_metric: str, whole: bool = False):
-        # (step, kind) -> row, until it is compared
+        # (step, kind) -> an old row that was not compared yet
         self.old_rows = {key_of(row): row for row in reversed(old_rows)}
         self.last_step = max((step for step, _ in self.old_rows), default=-1)
         name = best_metric.removeprefix("-")
-        # What the loop itself writes and does not measure, and what selects best.pt. Other numbers
-        # that a fork logs may be times or temperatures.
+        # Compared is what the loop itself writes and does not measure, and what selects best.pt.
+        # Other numbers that a fork logs may be times or temperatures.
         self.fields = {*COMPARED, name, f"best_{name}", "sha256"}
         self.whole = whole
         self.compared = 0  # rows

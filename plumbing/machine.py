@@ -24,7 +24,7 @@ from plumbing.ranks import world_size
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 WORTH_COMPILING = 5e13  # FLOPs of a run on a CPU from which compiling saves more time than it takes
-STEPS_WORTH_COMPILING = 1000  # the same on a GPU, where compiling takes most of a minute
+STEPS_WORTH_COMPILING = 1000  # of a run on a GPU, where compiling takes most of a minute
 
 # Peak FLOP/s of dense matrix products from the makers' datasheets: in 16 bits, in float32 (not
 # TF32). Names are complete, without "NVIDIA ": if a part sufficed, an RTX A1000 would get the peak
@@ -76,7 +76,7 @@ def choose_device(name: str) -> torch.device:
     try:
         if device.type == "cuda":
             torch.cuda.init()  # says what is missing
-            torch.cuda.set_device(device)  # first, or the tensor below also occupies GPU 0
+            torch.cuda.set_device(device)  # else the tensor below would also occupy GPU 0
         torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         why = str(error).partition("\n")[0]
@@ -94,7 +94,7 @@ def choose_dtype(name: str, device: torch.device) -> tuple[str, str]:
         major, minor = torch.cuda.get_device_capability(device)
         return "bfloat16" if major >= 8 else "float16", f"compute capability {major}.{minor}"
     if device.type == "mps":
-        return "bfloat16", "macOS 14 or newer"  # which torch needs
+        return "bfloat16", "macOS 14 or newer"  # torch runs on no older one
     native = cpu_info()[1] & {"amx_bf16", "avx512_bf16"}
     if device.type == "cpu" and native:
         return "bfloat16", f"this CPU has {min(native)}"

@@ -11,8 +11,8 @@ from plumbing.ranks import is_sharded, max_over_ranks
 from plumbing.snapshot import Snapshot
 
 
-def halving_on_oom(before: Snapshot, compute: Callable[[], Any], sequences: int) -> Any:
-    """Return compute(). If memory runs out on any rank, restore `before`, halve the micro-batch in
+def halving_on_oom(snapshot: Snapshot, compute: Callable[[], Any], sequences: int) -> Any:
+    """Return compute(). If memory runs out on any rank, restore `snapshot`, halve the micro-batch in
     run.state, which compute reads, and try again. compute has no collective operation, except for
     a sharded model, which is not tried again. Raises RunFailed if a smaller micro-batch cannot
     help.
@@ -20,7 +20,7 @@ def halving_on_oom(before: Snapshot, compute: Callable[[], Any], sequences: int)
     sequences: that compute takes on this rank: a limit above them is no limit. One message to the
     other ranks says what else they must agree on: a weight that only their sequences used gets a
     gradient of zeros here, because all ranks sum the same tensors; and signals.agreed_stop."""
-    run = before.run
+    run = snapshot.run
     weights = [] if is_sharded(run.model) else list(run.model.parameters())
     while True:
         result = None
@@ -29,7 +29,7 @@ def halving_on_oom(before: Snapshot, compute: Callable[[], Any], sequences: int)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            if is_sharded(run.model):  # the other ranks wait in mid-pass
+            if is_sharded(run.model):  # other ranks wait within this pass, and cannot try again
                 raise RunFailed("out of memory; try a smaller --batch_size or --n_embd") from error
         has_gradient = [weight.grad is not None for weight in weights]
         failed, most, stop, *needed = max_over_ranks(
@@ -41,9 +41,9 @@ def halving_on_oom(before: Snapshot, compute: Callable[[], Any], sequences: int)
         if size == 1:
             hint = "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
             raise RunFailed(f"out of memory with a single sequence in a micro-batch; try {hint}")
-        result = None  # frees that of a rank that had enough memory
+        result = None  # frees the memory of a rank that had enough
         run.model.zero_grad(set_to_none=True)
-        before.restore()
+        snapshot.restore()
         run.state["micro_batch"] = int(size) // 2
     run.signals.agreed_stop = int(stop)
     for weight, is_needed in zip(weights, needed, strict=True):

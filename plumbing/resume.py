@@ -21,7 +21,7 @@ from plumbing.witness import ResumeCheck
 # values, unless the command asks for others.
 KEPT = {"dtype": "auto", "compile": "auto", "warmup_steps": None, "decay_steps": 0}
 PLACES = ("out_dir", "data_dir", "resume")  # knobs that a resume does not mention
-# What it mentions, beside the other knobs and code, if it has changed
+# Facts that a resume mentions, beside knobs and code, if they have changed
 FACTS = ("script", "torch", "python", "device", "threads", "ranks", "micro_batch", "git_commit")
 
 
@@ -112,7 +112,9 @@ def load_checkpoint(run: Any, saved: dict, fresh_state: dict, position: tuple) -
     from_rank0(refuse_another_run, run, saved)
     run.resumed_from = flat(saved) | {"micro_batch": saved["state"]["micro_batch"]}
     if run.resumed_from["batch_size"] == run.facts["config"]["batch_size"]:
-        run.state["micro_batch"] = run.resumed_from["micro_batch"]  # what memory allows is known
+        run.state["micro_batch"] = run.resumed_from[
+            "micro_batch"
+        ]  # what fits into memory was found out
     checkpoint.restore(run, saved)
     if not run.folder.owns(run.path):
         kept = {key: run.state[key] for key in position}

@@ -26,11 +26,11 @@ class RunFolder(ExitStack):
         super().__init__()
         self.path = Path(path)
         self.log = LogFile(self.path / "metrics.jsonl")
-        self.hooks = []  # those of the run, which get its rows
-        self.untold = deque()  # (row, is_kept) that they have not got yet
+        self.hooks = []  # run.hooks, which get the rows
+        self.untold = deque()  # (row, is_kept) that the hooks have not got yet
         self.is_telling = False
-        self.facts = {}  # run.json, but for old_facts
-        self.old_facts = {}  # what run.json says until this process has computed a row
+        self.facts = {}  # what run.json says of this process
+        self.old_facts = {}  # of the process before, which run.json shows until there is a new row
         self.warned = set()  # failures of writing that were printed
         self.locked = None  # the open lock file
 
@@ -56,7 +56,7 @@ class RunFolder(ExitStack):
         with self.refusing():
             self.path.mkdir(parents=True, exist_ok=True)
             self.locked = self.enter_context(lock_file(self.path / ".lock"))
-            self.checked_path()  # it may have been renamed between the two
+            self.checked_path()  # the folder may have been renamed before it was locked
         if to_make and self.holds_run():
             fail(f"another run has begun in {self.path}; write {self.fresh_out_dir()}")
 
@@ -104,7 +104,7 @@ class RunFolder(ExitStack):
             self.log.keep_to(run.state["step"] if is_own else -1, run.state["evaluation_due"])
             git, diff = code.git_state()
             code.keep(self.path / "code", diff)
-            before = read_json(self.path / "run.json") if is_own else {}  # of earlier processes
+            earlier = read_json(self.path / "run.json") if is_own else {}  # of earlier processes
             new = {
                 "command": command,
                 **run.facts,
@@ -114,8 +114,8 @@ class RunFolder(ExitStack):
                 "flops_per_token": machine.flops_per_token(run.model),
             }
             first = {"start": now(), "wandb_id": os.urandom(4).hex()}
-            self.facts = first | before | new | {"end": None, "ended": None}  # if it is killed
-            self.old_facts = {name: before[name] for name in new if name in before}
+            self.facts = first | earlier | new | {"end": None, "ended": None}  # if it is killed
+            self.old_facts = {name: earlier[name] for name in new if name in earlier}
             write_json(self.checked_path() / "run.json", self.facts | self.old_facts)
 
     def write_facts(self) -> None:
@@ -128,7 +128,7 @@ class RunFolder(ExitStack):
         """Record how the run ended, tell the hooks, print what to type next. On every rank; the
         record is whole whatever a hook raises."""
         clock = run.clock
-        clock.lap("save")  # what is not counted yet: the last save, and workers that leave
+        clock.lap("save")  # the last save, and workers that leave, are not counted yet
         end = {"ended": ended, "seconds": clock.seconds}
         self.facts |= {"end": now(), **end, "state": run.state}
         try:
@@ -186,7 +186,7 @@ class RunFolder(ExitStack):
         self.is_telling = True
         while self.untold:
             row, is_kept = self.untold.popleft()
-            for hook in [*self.hooks]:  # one may leave
+            for hook in [*self.hooks]:  # a hook may take itself out of the list
                 hook.row(row, is_kept)
         self.is_telling = False
 

@@ -26,12 +26,12 @@ class Signals:
 
     def __init__(self) -> None:
         self.stop = 0
-        self.agreed_stop = 0  # the largest `stop` of any rank, by their latest message in a step
+        self.agreed_stop = 0  # the largest `stop` of any rank, as of their latest message
         self.save = False
         self.is_waiting = False
         self.newest_save = 0
-        self.parent = os.getppid()  # torchrun, if it started this process
-        self.old_handlers = {}  # by signal
+        self.parent = os.getppid()  # of a rank: torchrun
+        self.old_handlers = {}  # signal -> the handler before this run
 
     def __enter__(self) -> "Signals":
         for number in HANDLED:

@@ -18,7 +18,7 @@ from plumbing.ranks import local_tensor, sum_over_ranks
 def mapped(function: Callable, value: Any, path: tuple = ()) -> Any:
     """`value` with each leaf replaced by function(leaf, path). Containers keep their types."""
     if isinstance(value, dict):
-        new = copy.copy(value)  # with a state_dict's versions of modules
+        new = copy.copy(value)  # keeps a state_dict's attribute, the versions of modules
         new.update({key: mapped(function, item, (*path, key)) for key, item in value.items()})
         return new
     if type(value) in (list, tuple):  # torch.Size is a leaf
@@ -100,7 +100,7 @@ class Snapshot:
         found = buffers_of(self.run.model)
         now = {name: found[name] for name in found if not name.endswith("_extra_state")}
         floats = {id(buffer): buffer for buffer in now.values() if buffer.is_floating_point()}
-        for buffer in floats.values():  # a shared one once
+        for buffer in floats.values():  # a buffer that modules share is there once
             buffer *= part
         sum_over_ranks([*floats.values()])
         for name, buffer in now.items():
@@ -120,24 +120,24 @@ def evaluating(run, averaged: bool = True) -> Iterator[Snapshot]:
     On exit, weights, buffers, the mode of each module, the random state and the size of the
     micro-batch are as before.
     """
-    before = Snapshot(run)
-    size = run.state["micro_batch"]  # for which training has room
+    snapshot = Snapshot(run)
+    size = run.state["micro_batch"]  # training may have room for more than an evaluation
     modes = {module: module.training for module in run.model.modules()}
     averages = run.ema if averaged else {}
     run.model.eval()
     swap(run.model, averages)
     try:
-        yield before
+        yield snapshot
     except TypeError as error:
         error.add_note('in eval mode, model.GPT returns (loss, {"accuracy": ...})')
         raise
     finally:
         swap(run.model, averages)
-        run.model.train(modes[run.model])  # modules may do more in train() than to set their mode
+        run.model.train(modes[run.model])  # train() of a module may do more than set its mode
         for module, training in modes.items():
             module.training = training
         run.state["micro_batch"] = size
-        before.restore()
+        snapshot.restore()
         machine.reset_peak_memory(run.device)
 
 
@@ -145,9 +145,9 @@ def evaluating(run, averaged: bool = True) -> Iterator[Snapshot]:
 def swap(model: nn.Module, averages: dict) -> None:
     for name, average in averages.items():
         weight = local_tensor(model.get_parameter(name))
-        before = weight.clone()
+        own = weight.clone()
         weight.copy_(local_tensor(average))
-        local_tensor(average).copy_(before)
+        local_tensor(average).copy_(own)
 
 
 @torch.no_grad()
@@ -159,7 +159,7 @@ def step_optimizer(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None
         if not skip.item():
             optimizer.step()
         return
-    for group in optimizer.param_groups:  # torch would start it with the bad gradient
+    for group in optimizer.param_groups:  # torch would start a momentum with the bad gradient
         for weight in group["params"] if group.get("momentum") else ():
             if weight.grad is not None and "momentum_buffer" not in optimizer.state[weight]:
                 optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)

@@ -13,7 +13,7 @@ from plumbing.files import digest_of
 from plumbing.fsdp import shard_like
 from plumbing.ranks import from_rank0
 
-# What decides the meaning of weights and of ids: knobs, and what a dataset's `meta` says
+# Knobs, and entries of a dataset's `meta`, on which the meaning of weights and of ids depends
 COMPARED = "n_layer n_head n_embd ngram_rows conv_width tokenizer chars vocab_size".split()
 EXPECTED = (
     "expected the path of a checkpoint, such as out/NAME/best.pt, or of a .safetensors file; leave "
@@ -38,7 +38,7 @@ def begin_from(run: Any, init_from: str, saved: dict | None) -> None:
     from_rank0(require_fit, run, path)
     tensors, _ = read(path)
     weights = [*run.model.state_dict().items(), *run.model.named_parameters()]
-    for name, weight in (*weights, *run.ema.items()):  # of tied names one has the average
+    for name, weight in (*weights, *run.ema.items()):  # only one of two tied names has an average
         weight.copy_(shard_like(weight, tensors[name]))
 
 

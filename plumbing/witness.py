@@ -21,12 +21,12 @@ class ResumeCheck(Hook):
         self.knobs = run.facts["config"]
         self.begin_at = run.state["step"]
         self.changed = changed
-        self.others = []  # of each row on another course, the knobs that make it one
+        self.others = []  # {knob: value} for each row that was computed with other knobs
         course = [name for name, knob in run.knobs.items() if not knob.policy]
         old_rows = []
         then = run.resumed_from
         for row in self.folder.log.old_rows():
-            then = row.get("knobs", then)  # an event `resume` has those of the rows that follow it
+            then = row.get("knobs", then)  # an event `resume` has the knobs of the rows that follow
             if is_past(row, self.folder.log.kept):
                 known = [name for name in course if name in then]
                 other = {name: then[name] for name in known if then[name] != self.knobs[name]}

@@ -40,7 +40,7 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
     add(START, moved_by(run))
     add("batch:", {"inputs": inputs, "targets": targets})
     trace.append(("learning rate", lr))
-    before = Snapshot(run)
+    snapshot = Snapshot(run)
     names = {module: name or "the model" for name, module in run.model.named_modules()}
 
     def hook(module, inputs, output) -> None:
@@ -50,7 +50,7 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
     with register_module_forward_hook(hook):
         losses = token_losses(train, run, inputs, targets)
     seen["batch"] = ranks.from_all_ranks((inputs.cpu(), targets.cpu(), losses.cpu()))
-    before.restore()
+    snapshot.restore()
     numbers = take()
     add("step:", numbers)
     weights = reversed([*run.model.named_parameters()])  # as a backward pass has them

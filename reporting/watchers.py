@@ -30,15 +30,10 @@ class ReportAtEnd(Hook):
             print0(f"report   failed ({error})")
 
 
-def copy_to_wandb(run: Any) -> None:
-    """Subscribe Weights & Biases to the rows of a run whose folder is open. Rank 0 only."""
-    run.hooks.append(Wandb(run))
-
-
 class Wandb(Hook):
-    """Sends rows to Weights & Biases, first those of earlier processes up to the step of `run`. Its
-    step can only grow, and is `sequences`. A killed wandb loses rows, so every session sends all
-    that the server lacks."""
+    """Sends rows to Weights & Biases, first those of earlier processes up to the step of `run`, whose
+    folder is open. Its step can only grow, and is `sequences`. A killed wandb loses rows, so every
+    session sends all that the server lacks."""
 
     def __init__(self, run: Any):
         self.sequences = 0  # of the latest row that has them: an eval row is of the same step
