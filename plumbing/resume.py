@@ -39,6 +39,7 @@ def identity(run: Any, config: Config, data: dict, saved: dict | None) -> dict:
         "written": {name: config.base[name] for name in KEPT},
         "dataset": data["name"],
         "data": data["fingerprint"],
+        "rows": len(run.train_data),
         "files": sorted([Path(path).name, digest_of(path)] for path in data.get("files", ())),
         "init_sha256": digest_of(path) if path.is_file() else None,
         "began_from": run.path and str(run.path.resolve()),
@@ -237,7 +238,7 @@ def other_run(run: Any, saved: dict) -> dict[str, list]:
     then = flat(saved)
     now = flat(run.facts)
     names = [name for name in then if name in run.knobs and run.knobs[name].policy == "fixed"]
-    names += ["data", "files"]
+    names += ["data", "files", *({"rows"} & then.keys())]  # older checkpoints do not have it
     if "portable" in (then["deterministic"], now["deterministic"]):
         names.append("deterministic")
     pairs = {name: [then.get(name), now.get(name)] for name in names}

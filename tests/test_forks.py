@@ -219,6 +219,14 @@ def test_what_cannot_be_kept_is_refused_in_one_line(change, code, words, run_tra
     assert ("sample.py" in done.stdout) == ("report.py" in done.stdout) == bool(saved)
 
 
+def test_a_dataset_with_other_rows_is_another_one(run_train):
+    cut = "result[0].tokens = result[0].tokens[:{}]"
+    run_train("run", "--schedule=constant", before=around("open_dataset", then=cut.format(1000)))
+    more = ("--schedule=constant", "--max_steps=20")
+    done = run_train("run", *more, before=around("open_dataset", then=cut.format(900)), code=2)
+    assert "rows changed from 61 to 55" in done.stderr
+
+
 def test_who_adds_to_the_loss_of_gpt_is_told_what_it_is_in_eval_mode(run_train):
     done = run_train("run", before=forward("loss + logits.square().mean()"), code=1)
     assert "TypeError" in done.stderr.splitlines()[-2]
