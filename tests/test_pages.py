@@ -213,7 +213,7 @@ def test_the_test_of_the_exercise_accepts_right_answers(tmp_path):
 def test_a_picture_says_by_which_command_it_was_drawn(name):
     image = pytest.importorskip("PIL.Image")
     with image.open(REPO / "docs" / name) as picture:
-        assert re.search(r"python (report|tests/headline)\.py", picture.text["Command"])
+        assert re.search(r"python (report|tests/headline|tests/run_page)\.py", picture.text["Command"])
 
 
 # ---- records -------------------------------------------------------------------------------------
