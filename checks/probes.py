@@ -504,32 +504,34 @@ def opened(**knobs):
 
 
 def has_plain_windows(seed):
-    """Whether a run with that seed reads these windows: in a later epoch, and across the border of
-    two."""
+    """Whether a run with that seed reads the windows of plain.py: at its start, across the border of
+    two epochs, and in a later one."""
     dataset, _, _ = opened(seed=seed)
     count = len(dataset)
-    starts_of_all = plain.training_starts(len(dataset.tokens))
     place = 0
-    for first in (0, max(8, count - 3), 3 * count + 8):
-        with in_plain("cpu", seed=seed):
-            starts = np.array([*islice(starts_of_all, first - place, first - place + 8)])
-        place = first + 8
-        inputs, targets = dataset[first, len(starts)]
-        rows = dataset.tokens[starts[:, None] + np.arange(train.block_size + 1)]
-        if not np.array_equal(inputs, rows[:, :-1]) or not are_tokens(targets, rows[:, 1:]):
-            return False
+    with in_plain("cpu", seed=seed):
+        starts = plain.training_starts(len(dataset.tokens))
+        for first in (0, max(8, count - 3), 3 * count + 8):
+            rows = [*islice(starts, first - place, first - place + 8)]
+            place = first + 8
+            expected_inputs, expected = plain.windows_at(dataset.tokens, rows)
+            inputs, targets = dataset[first, 8]
+            if not np.array_equal(inputs, expected_inputs) or not are_tokens(
+                targets, expected.numpy()
+            ):
+                return False
     return True
 
 
 def is_evaluated_once(n_targets):
-    """Whether the targets that count are the first `n_targets` of the text (0 = all), in order, and
-    the inputs the tokens before them."""
+    """Whether the validation windows are those of plain.py, of `n_targets` (0 = all)."""
     _, val_data, _ = opened(eval_tokens=n_targets)
-    inputs, targets = map(np.asarray, val_data[0, len(val_data)])
-    counts = targets != -100
-    tokens = val_data.tokens[: 1 + (n_targets or len(val_data.tokens))]
-    are_inputs = np.array_equal(inputs[counts], tokens[:-1])
-    return are_inputs and np.array_equal(targets[counts], tokens[1:])
+    with in_plain("cpu"):
+        expected = plain.validation_windows(val_data.tokens)
+    windows = val_data[0, len(val_data)]
+    is_whole = n_targets or len(val_data) == len(expected[0])
+    pairs = zip(windows, expected, strict=True)
+    return bool(is_whole) and all(np.array_equal(own, each[: len(own)]) for own, each in pairs)
 
 
 CHECKS = (

@@ -21,7 +21,7 @@ import model
 import train
 from checks import probes, processes, twin, verdicts
 from checks.lines import LINES
-from plumbing import files
+from plumbing import dropout, files
 from plumbing.cli import BadInput
 
 pytestmark = pytest.mark.usefixtures("small_products")
@@ -206,7 +206,7 @@ NO_DROPOUT = changed(
 TOP_K_OFF = changed(
     train, "generate", lambda inner, *args, top_k=0, **more: inner(*args, top_k=top_k + 1, **more)
 )
-NOT_RESCALED = changed(model, "dropped", lambda inner, x, share: inner(x, share) * (1 - share))
+NOT_RESCALED = changed(dropout, "dropped", lambda inner, x, share: inner(x, share) * (1 - share))
 MASK_IGNORED = changed(train, "count_targets", lambda _, targets: torch.tensor(targets.numel()))
 FAULTS = [
     (changed(train, "build_model", begin_far_off), probes.learning_checks, BEGINNING),
