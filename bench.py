@@ -17,6 +17,7 @@ import itertools
 import math
 import os
 import re
+import shlex
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -505,9 +506,8 @@ PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead, from_n
 
 
 @contextlib.contextmanager
-def job_of(words, script, *scopes, suffix=""):
-    """A context with the Job that the flags `words` describe. scopes: more globals with knobs.
-    suffix: of the name of its folder."""
+def job_of(words, script, *scopes):
+    """A context with the Job that the flags `words` describe. scopes: more globals with knobs."""
     strict = torch.are_deterministic_algorithms_enabled()
     scopes = vars(train), globals(), *scopes
     try:
@@ -519,7 +519,7 @@ def job_of(words, script, *scopes, suffix=""):
                         config,
                         words,
                         script,
-                        Path(folder_name(config, code.script()) + suffix),
+                        Path(folder_name(config, code.script()) + named(config, words)),
                         run.device,
                         run.facts["data"]["meta"],
                         machine.peak_flops(run.device, train.dtype),
@@ -528,13 +528,22 @@ def job_of(words, script, *scopes, suffix=""):
         torch.use_deterministic_algorithms(strict)
 
 
-def measure(own, argv, suffix=""):
-    """Run the parts that --only names. own: globals() of the script, with its PARTS. suffix: of the
-    name of the folder. Returns what its JSON file holds: {part: result}, and facts."""
+def named(config, words):
+    """The end of a folder's name: the words of --against that `words` lack."""
+    name = ""
+    for word in shlex.split(config.get("against", "")):
+        if not {word, f"--script={word}"} & {*words}:
+            name += f",{os.path.basename(word).removeprefix('--')}"
+    return f"{name},against" if config.get("against") else ""
+
+
+def measure(own, argv):
+    """Run the parts that --only names. own: globals() of the script, with its PARTS. Returns what
+    its JSON file holds: {part: result}, and facts."""
     path, words = forks.script_among(sys.argv[1:] if argv is None else argv)
     if path and forks.load(path, train) is not train:
         fail(f"--script={path}: it is a copy of train.py; expected a script that imports train")
-    with job_of(words, path or train.__file__, own, suffix=suffix) as job:
+    with job_of(words, path or train.__file__, own) as job:
         parts = own["only"].split(",")
         for part in set(parts) - set(own["PARTS"]):
             fail(f"--only={own['only']}: no part {part!r}; there are {', '.join(own['PARTS'])}")

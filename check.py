@@ -238,16 +238,12 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         fail("expected one process; type python in place of torchrun")
-    suffix = ""  # of the folder's name: what the other command has besides
-    for other in [word.partition("=")[2] for word in argv if word.startswith("--against=")]:
-        besides = [word for word in shlex.split(other) if word not in argv]
-        suffix = "".join(f",{os.path.basename(word).removeprefix('--')}" for word in besides)
-        suffix += ",against"  # and no name ends in .py
+    if any(word.startswith("--against=") for word in argv):
         argv = ["--only=against", *argv]
     if "--seeds=1" in argv:
         fail("--seeds=1: expected 0, for as many as it takes, or 2 and more")
     try:
-        facts = bench.measure(globals(), argv, suffix)
+        facts = bench.measure(globals(), argv)
     except Exception as error:
         if "--equal=true" not in argv:
             raise

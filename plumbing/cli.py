@@ -205,9 +205,6 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
             config[name] = os.path.normpath(os.path.expanduser(path))
     with ExitStack() as stack:
         for scope, knobs in config.scopes:
-            for name in knobs.keys() - scope.keys():  # added by a script: no global outside of this
-                scope[name] = knobs[name].default
-                stack.callback(scope.pop, name)
             stack.enter_context(setting(scope, **{name: config[name] for name in knobs}))
         yield config
 
@@ -236,14 +233,16 @@ def read_config_file(argument: str, config: Config) -> dict:
 def setting(scope: dict, /, **values: Any) -> Iterator[None]:
     """Set globals of a script in a block, or in a function that it decorates, then give them back.
 
-    scope: globals() of the script. Raises KeyError, and sets none, if it lacks one of the names.
+    scope: globals() of the script. A name that it lacks is there only in the block.
     """
-    old = {name: scope[name] for name in values}
+    old = {name: scope[name] for name in values if name in scope}
     scope.update(values)
     try:
         yield
     finally:
         scope.update(old)
+        for name in values.keys() - old.keys():
+            del scope[name]
 
 
 def folder_name(config: Config, script: Path | None = None) -> str:
@@ -299,13 +298,12 @@ def add_knob(scope: dict, name: str, default: Any, comment: str) -> None:
     call = f"train.knob({name!r}, {default!r}, ...)"
     added = scope["ADDED_KNOBS"]
     taken = {*keyword.kwlist, *vars(builtins), *knobs_of_tools(), *scope} - added.keys()
-    if name in taken or not re.fullmatch("[a-z][a-z0-9_]*", str(name)):
+    is_name = name not in taken and re.fullmatch("[a-z][a-z0-9_]*", str(name))
+    if not is_name or type(default) not in (str, int, float, bool):
         fail(
-            f"{call}: expected a name in lower-case letters, digits and _ that Python, train.py, "
-            "bench.py and check.py do not use"
+            f"{call}: expected a lower-case name that Python, train.py, bench.py and check.py do not "
+            "use, and a default that is a str, int, float or bool"
         )
-    if type(default) not in (str, int, float, bool):
-        fail(f"{call}: expected a default that is a str, int, float or bool")
     knob = Knob(default, comment, "Added by the script")
     accept(name, default, call, {name: knob})
     added[name] = knob

@@ -52,7 +52,7 @@ def identity(run: Any, config: Config, data: dict, saved: dict | None) -> dict:
         "code": code.loaded(),
         "added_knobs": {name: vars(knob) for name, knob in knobs.items()},
     }
-    for name in knobs.keys() & {*more, *FACTS, *data, *data["meta"]}:
+    for name in knobs.keys() & {*more, *FACTS, *data}:
         fail(f"train.knob({name!r}, ...): run.json says something else under this name; rename it")
     if saved:
         more["init_sha256"] = saved["run"].get("init_sha256")
@@ -266,21 +266,20 @@ def close_finished(run: Any) -> None:
     config = run.facts["config"]
     state = run.state
     step = state["step"]
-    name = shown(run.folder.path)
-    again = f"--resume=restart or {run.folder.fresh_out_dir()}"
+    name = shown(run.path.parent)
     knob = "--patience" if step < config["max_steps"] else "--max_steps"
-    if not run.folder.owns(run.path):
-        fail(f"{shown(run.path)} is at step {step:,}; raise {knob}")
     longer = (
-        f"to train it longer, raise {knob} with --out_dir={name}; to start again, write {again}"
+        f"to train it longer, raise {knob} with --out_dir={name}; to start again, write "
+        f"--resume=restart or {run.folder.fresh_out_dir()}"
     )
     changed = changes_since(run)
-    other = [key for key in run.knobs if key in changed and run.knobs[key].names_folder()]
-    if another := {key: changed[key] for key in changed if key in ("script", *other)}:
-        fail(f"{name} holds a finished run; changed since: {change_words(another)}; {longer}")
+    asked = ("script", *(key for key in run.knobs if run.knobs[key].names_folder()))
+    others = change_words({key: changed[key] for key in asked if key in changed})
+    files = change_words({key: changed[key] for key in changed if key.endswith(".py")})
+    if others or not run.folder.owns(run.path):
+        fail(f"{name} holds a finished run{others and f'; changed since: {others}'}; {longer}")
     best = best_words(config["best_metric"], state)
-    edited = [file for file in changed if file.endswith(".py")]
-    since = f"; changed since: {', '.join(edited)}" if edited else ""
+    since = files and f"; changed since: {files}"
     print0(f"{name} is finished: {step:,} steps, {best}{since}; {longer}")
     run.folder.facts = read_json(run.folder.path / "run.json")
     if run.folder.facts.get("ended", "unknown") is None:
