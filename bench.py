@@ -3,7 +3,6 @@
     python bench.py config/shakespeare.py
     python bench.py config/shakespeare.py --n_layer=6 --n_embd=384 --only=ladder,profile
     python bench.py --script=examples/images.py --only=memory    # a fork; also as a plain word
-    NANOGPT=../nanoGPT python bench.py --only=from_nanogpt    # whole runs, one change at a time
 
 Takes train.py's flags and those below. Writes the results to bench.json in out_dir (after Ctrl-C
 those of the parts that finished); a run that lies there is not touched. Run nothing else meanwhile.
@@ -16,7 +15,6 @@ import contextlib
 import itertools
 import math
 import os
-import re
 import shlex
 import sys
 import time
@@ -42,12 +40,10 @@ from plumbing.run_folder import RunFolder, now
 from plumbing.snapshot import tensors
 
 # The measurement
-only = "peak,ladder,profile,memory,overhead"  # parts to run, in this order; also from_nanogpt
+only = "peak,ladder,profile,memory,overhead"  # parts to run, in this order
 rounds = 5  # timings of each candidate, interleaved; the median counts, [1, inf)
 timing_seconds = 0.5  # approximate length of one timing, (0, inf)
 trace = False  # write trace.json from the profile part, for https://ui.perfetto.dev
-seeds = 5  # full runs, with consecutive seeds from --seed, of each configuration, [2, inf)
-rows = ""  # of from_nanogpt: a regular expression that their names contain; "" = all
 script = ""  # a fork that imports train, replaces some of it and calls train.main(); "" = train.py
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # at level 5 the profiler prints "USDT:" lines
@@ -377,129 +373,7 @@ def nbytes(values):
     return sum(tensor.nbytes for tensor in tensors(list(values)))
 
 
-# ---- whole runs, each in a process of its own ----------------------------------------------------
-
-
-RECIPE = (
-    "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 "
-    "--log_interval=1 "
-    "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 "
-    "--lr_decay_iters=2000 --dropout=0.0"
-)
-SAME = "--n_layer=4 --batch_size=12 --beta2=0.99 --eval_interval=200"  # else train.py's defaults
-CHANGES = {  # row: its command, or the flags that it adds to the command of the row above
-    "nanoGPT itself": f"$NANOGPT/train.py {RECIPE}",
-    "nanoGPT, twice its rate": "--learning_rate=2e-3 --min_lr=2e-4",
-    "nanoGPT, four times its rate": "--learning_rate=4e-3 --min_lr=4e-4",
-    "nanoGPT, eight times its rate": "--learning_rate=8e-3 --min_lr=8e-4",
-    # with GPT-2's biases, which nanoGPT's recipe leaves out
-    "its model and recipe on this loop": f"examples/gpt2.py {SAME} --dtype=float32",
-    "the same recipe, evaluating as many tokens": "--eval_tokens=30720 --eval_interval=250",
-    "bfloat16 (if fast)": "--dtype=auto --eval_tokens=0 --eval_interval=200",
-    "one layer": "--n_layer=1",
-    "our block: SwiGLU, rotary, q/k norm": f"train.py {SAME} --n_layer=1",
-    "larger batches": "--batch_size=32 --max_steps=750 --eval_interval=50",  # as many tokens
-    "linear schedule": "--schedule=linear",
-    "six times the rate": "--peak_lr=6e-3 --min_lr=6e-5",
-    "a warmup of 2 steps": "--warmup_steps=2",
-    "weight decay 0.3": "--weight_decay=0.3",
-    "beta2 0.95": "--beta2=0.95",
-    "Muon and its rate": "--optimizer=muon --momentum=0.8 --peak_lr=6e-2 --min_lr=6e-4",
-    "convolution": "--conv_width=4",
-    "n-gram table": "--ngram_rows=8192",
-    "the plain config": "train.py config/shakespeare_plain.py",
-    "the fast config": "train.py config/shakespeare_fast.py",
-}
-RECIPE_TOKENS = 2000 * 12 * 64
-WHOLE_SPLIT = f"""
-import sys, time
-sys.path.append({str(REPO)!r})
-from plumbing.data import OrderedWindows
-began, total, counted = time.time(), 0.0, 0
-windows = OrderedWindows(np.memmap(data_dir + "/val.bin", np.uint16, "r"), block_size)
-model.eval()
-with torch.no_grad(), ctx:
-    for first in range(0, len(windows), 64):
-        x, y = map(torch.from_numpy, windows[first, min(64, len(windows) - first)])
-        y[y == -100] = -1  # what nanoGPT ignores
-        total += model(x, y)[1].item() * (y != -1).sum().item()
-        counted += (y != -1).sum().item()
-print("whole split:", total / counted, "after", time.time() - began)
-"""  # added at its end: the loss of its last weights, on the windows that train.py evaluates
-
-
-def commands():
-    """{row: its whole command}."""
-    whole, command = {}, ""
-    for name, words in CHANGES.items():
-        command = words if words.split()[0].endswith(".py") else f"{command} {words}"
-        whole[name] = command
-    return whole
-
-
-def from_nanogpt(job):
-    """Whole runs, one change a row. All but the last two see as many tokens as nanoGPT. The flags
-    that were typed hold for each row of ours. Rows of nanoGPT need NANOGPT=FOLDER, a copy of it."""
-    wanted = {name: command for name, command in commands().items() if re.search(rows, name)}
-    if not wanted:
-        fail(f"--rows={rows}: expected a part of one of these: {', '.join(CHANGES)}")
-    if "$NANOGPT" in str(wanted) and not os.environ.get("NANOGPT"):
-        fail("nanoGPT's own rows need NANOGPT=FOLDER, a copy of it; --rows='recipe|config' do not")
-    runs = {name: [] for name in wanted}
-    for seed in range(train.seed, train.seed + seeds):  # each row in turn: machines have slow hours
-        for name, command in wanted.items():
-            script, *words = command.split()
-            if script.startswith("$"):
-                result = nanogpt(job, words, seed)
-            else:
-                result = processes.race(script, [*words, *job.argv], seed)
-            runs[name].append(result)
-        print0(f"  seed {seed} done")
-    table = {name: processes.summary(results) for name, results in runs.items()}
-    print0(
-        f"\nfrom_nanogpt: {seeds} seeds; median seconds of the process; last loss, its deviation"
-    )
-    print_table(table, process=".1f", loss=".4f", deviation=".4f", tokens=".2f M")
-    for name, command in wanted.items():
-        print0(f"  {name}: python {command}")
-    return {"rows": table, "runs": runs, "commands": wanted}
-
-
-def nanogpt(job, words, seed):
-    """The same of nanoGPT itself. While it trains it prints the loss of 20 random batches; the one
-    here is of the whole validation split, as ours is, and takes no time of the process."""
-    home = Path(os.environ["NANOGPT"])
-    dataset = job.run.facts["data"]
-    source = nanogpt_source(home, dataset["meta"]["vocab_size"], seed)
-    text = Path(train.data_dir, dataset["name"]).resolve()
-    began = time.perf_counter()
-    with TemporaryDirectory() as scratch:  # it takes no path with a "="
-        own = [f"--out_dir={scratch}", f"--dataset={text}"]
-        printed = processes.output_of(["-c", source, *words, *own], cwd=home)
-    ended = time.perf_counter()
-    loss, evaluation = re.search(r"whole split: (\S+) after (\S+)", printed).groups()
-    return {
-        "process": ended - began - float(evaluation),
-        "loss": float(loss),
-        "tokens": RECIPE_TOKENS,
-    }
-
-
-def nanogpt_source(home, vocab_size, seed):
-    """Its train.py, with what it has no flag for, and the loss of the whole split at its end."""
-    source = (home / "train.py").read_text("utf-8")
-    edits = {
-        "torch.manual_seed(1337": f"torch.manual_seed({seed}",
-        "meta_vocab_size = None\n": f"meta_vocab_size = {vocab_size}\n",
-    }
-    for line, edited in edits.items():
-        if line not in source:
-            fail(f"{home}/train.py has no {line!r}; expected nanoGPT's own")
-        source = source.replace(line, edited)
-    return source + WHOLE_SPLIT
-
-
-PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead, from_nanogpt)}
+PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead)}
 
 
 # ---- which parts ---------------------------------------------------------------------------------

@@ -1,17 +1,18 @@
-"""Runs in processes of their own, for check.py and bench.py: a configuration is trained in a folder,
-and its numbers are read from there."""
+"""Runs in processes of their own: a configuration is trained in a folder, and its numbers are read
+from there."""
 
 import json
+import os
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from statistics import mean, median, stdev
 
 import torch
 
-from plumbing.cli import BadInput, RunFailed, knobs_of_tools
+from plumbing.cli import RunFailed, knobs_of_tools
 from plumbing.console import REPO
 from plumbing.data import end_with_parent
 from plumbing.files import digest_of, read_json
@@ -20,8 +21,7 @@ from plumbing.run_folder import free_name
 
 
 def race(script, words, seed):
-    """{seconds of the process, last validation loss, dataset, tokens} of a whole run, from its
-    folder."""
+    """{seconds of the process, last validation loss, dataset} of a whole run, from its folder."""
     folder = trained(str(REPO / script), words, seed)
     facts = read_json(folder / "run.json")
     last = {row["kind"]: row for row in read_rows(folder / "metrics.jsonl")}
@@ -29,18 +29,6 @@ def race(script, words, seed):
         "process": sum(facts["seconds"].values()),
         "loss": last["eval"]["val_loss"],
         "dataset": facts["data"]["name"],
-        "tokens": last["train"]["tokens"],
-    }
-
-
-def summary(results):
-    """The row of a table for what race() returned of one command with several seeds."""
-    losses = [run["loss"] for run in results]
-    return {
-        "process": median(run["process"] for run in results),
-        "loss": mean(losses),
-        "deviation": stdev(losses),
-        "tokens": results[0]["tokens"],
     }
 
 
@@ -80,20 +68,30 @@ def for_train(words):
 
 
 def output_of(command, cwd=None):
-    """What Python prints when it runs `command`, in a session of its own: Ctrl-C reaches only this
-    process, which ends the other. On Linux it ends with this process, however that ends. Raises
-    RunFailed, or BadInput where the other has named that in a line."""
-    command = [sys.executable, *command]
-    done = subprocess.run(
+    """What Python prints when it runs `command`."""
+    return "".join(line for _, line in watched(command, cwd)[0])
+
+
+def watched(command, cwd=None):
+    """([(seconds since the start, line), ...], the peak of memory in KiB): what Python prints when it
+    runs `command` in a session of its own: Ctrl-C reaches only this process, which ends the other.
+    On Linux it ends with this process, however that ends. Raises RunFailed."""
+    began = time.perf_counter()
+    command = [sys.executable, "-u", *map(str, command)]
+    process = subprocess.Popen(
         command,
         cwd=cwd,
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
         preexec_fn=end_with_parent,
-        check=False,
     )
-    if done.returncode:
-        kind = BadInput if done.returncode == 2 else RunFailed
-        raise kind(f"{' '.join(command)[-400:]} ended with\n{done.stdout[-2000:]}")
-    return done.stdout
+    try:
+        lines = [(time.perf_counter() - began, line) for line in process.stdout]
+        _, status, usage = os.wait4(process.pid, 0)
+    finally:
+        process.kill()
+    if status:
+        printed = "".join(line for _, line in lines)
+        raise RunFailed(f"{' '.join(command)[-400:]} ended with\n{printed[-2000:]}")
+    return [*lines, (time.perf_counter() - began, "")], usage.ru_maxrss

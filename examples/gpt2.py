@@ -1,8 +1,9 @@
 """GPT-2 (Radford et al. 2019) on the loop of train.py: learned positions, LayerNorm with gain and
 bias, GELU by its tanh approximation, and a head that shares the embedding's weights.
 
-    python examples/gpt2.py --n_layer=4              # from random weights
+    python examples/gpt2.py --n_layer=4                 # from random weights
     python examples/gpt2.py config/gpt2_124m.py
+    python examples/gpt2.py --bias=false --gelu=none    # the model of nanoGPT's recipes
     python examples/gpt2.py --weights=FOLDER --block_size=256 --peak_lr=3e-5 --min_lr=3e-6 ...
 
 --weights=FOLDER sets the shape and --init_from, by config.json and model.safetensors as Hugging
@@ -47,10 +48,10 @@ NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
 class Conv1D(nn.Module):
     """A linear layer whose weight is (in, out), as GPT-2's files store it."""
 
-    def __init__(self, n_in, n_out):
+    def __init__(self, n_in, n_out, bias):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_in, n_out))
-        self.bias = nn.Parameter(torch.zeros(n_out))
+        self.bias = nn.Parameter(torch.zeros(n_out)) if bias else None
 
     def forward(self, x):
         return F.linear(x, self.weight.T, self.bias)
@@ -59,17 +60,17 @@ class Conv1D(nn.Module):
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        width = config["n_embd"]
+        width, bias = config["n_embd"], config["bias"]
         self.n_head = config["n_head"]
-        self.ln_1 = nn.LayerNorm(width)
+        self.ln_1 = nn.LayerNorm(width, bias=bias)
         self.attn = nn.Module()
-        self.attn.c_attn = Conv1D(width, 3 * width)
-        self.attn.c_proj = Conv1D(width, width)
-        self.ln_2 = nn.LayerNorm(width)
+        self.attn.c_attn = Conv1D(width, 3 * width, bias)
+        self.attn.c_proj = Conv1D(width, width, bias)
+        self.ln_2 = nn.LayerNorm(width, bias=bias)
         self.mlp = nn.Sequential()
-        self.mlp.c_fc = Conv1D(width, 4 * width)
-        self.mlp.gelu = nn.GELU("tanh")
-        self.mlp.c_proj = Conv1D(4 * width, width)
+        self.mlp.c_fc = Conv1D(width, 4 * width, bias)
+        self.mlp.gelu = nn.GELU(config["gelu"])
+        self.mlp.c_proj = Conv1D(4 * width, width, bias)
         self.dropout = Dropout(config["dropout"])
 
     def forward(self, x, cache=None, mask=None):
@@ -85,6 +86,7 @@ class GPT2(nn.Module):
 
     def __init__(self, config, vocab_size):
         super().__init__()
+        config = {"bias": True, "gelu": "tanh"} | config  # which older checkpoints do not have
         width = config["n_embd"]
         if width % config["n_head"]:
             raise InvalidShape(f"--n_embd={width}: expected a multiple of --n_head")
@@ -93,7 +95,7 @@ class GPT2(nn.Module):
         self.wpe = nn.Embedding(config["block_size"], width)
         self.dropout = Dropout(config["dropout"])
         self.h = nn.ModuleList(Block(config) for _ in range(config["n_layer"]))
-        self.ln_f = nn.LayerNorm(width)
+        self.ln_f = nn.LayerNorm(width, bias=config["bias"])
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
                 # so many add up in the residual stream
@@ -172,6 +174,10 @@ def read_flag() -> None:
 
 
 weights.read = read
+train.knob(
+    "bias", True, "in linear layers and LayerNorm; false = none, as nanoGPT's recipes; fixed"
+)
+train.knob("gelu", "tanh", "tanh | none; how it is approximated; none = as nanoGPT; fixed")
 vars(train).update(__doc__=__doc__, build_model=GPT2, out_dir="out/gpt2")
 
 if __name__ == "__main__":

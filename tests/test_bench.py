@@ -171,22 +171,6 @@ def test_a_script_that_cannot_be_measured_is_one_line(source, problem, tmp_path,
         bench.main([f"--script={fork}", "--device=cpu"])
 
 
-def test_the_recipe_on_this_loop_is_that_of_nanogpt():
-    """What its row does not say is a default of train.py."""
-    ours = {name: knob.default for name, knob in read_knobs(train.__file__).items()}
-    script, *words = bench.commands()["its model and recipe on this loop"].split()
-    ours |= dict(word[2:].split("=") for word in words)
-    theirs = dict(word[2:].split("=") for word in bench.RECIPE.split() if "=" in word)
-    theirs |= {"lr": 1e-3, "min": 1e-4, "warmup": 100, "beta2": 0.99, "decay": 0.1, "clip": 1.0}
-    same = "block_size batch_size n_layer n_head n_embd dropout".split()
-    pairs = {name: name for name in same} | {"max_steps": "max_iters", "peak_lr": "lr"}
-    pairs |= {"min_lr": "min", "warmup_steps": "warmup", "beta2": "beta2", "weight_decay": "decay"}
-    for name, their_name in (pairs | {"grad_clip": "clip"}).items():
-        assert float(ours[name]) == float(theirs[their_name]), name
-    assert (ours["optimizer"], ours["schedule"], ours["beta1"]) == ("adamw", "cosine", 0.9)
-    assert script == "examples/gpt2.py" and ours["dtype"] == "float32"
-
-
 @pytest.mark.parametrize("flag, value", [("only", "peak,laddr"), ("n_head", 5), ("rounds", 0)])
 def test_bad_input_is_one_line_and_writes_nothing(flag, value, in_process, tmp_path):
     with pytest.raises(BadInput) as error:

@@ -2,7 +2,9 @@
 holds for it, too."""
 
 import json
+import os
 import re
+import runpy
 import shutil
 import subprocess
 
@@ -20,6 +22,9 @@ from conftest import (
     run_python,
 )
 from sources import around
+
+import train
+from plumbing import cli, weights
 
 # ---- examples/images.py: the loop does not know what it trains, and buffers are safe, too ----------
 
@@ -141,6 +146,69 @@ def test_a_tokenizer_of_your_own_prepares_trains_resumes_and_samples(
     assert done.stdout.startswith("Käse 🐴") and len(done.stdout) > 20, done.stderr
     done = run_python(REPO / "sample.py", resumed.out_dir)
     assert "no tokenizer 'bpe'" in done.stderr and done.returncode == 2
+
+
+# ---- examples/gpt2.py and examples/beside_nanogpt.py -----------------------------------------------
+
+
+@pytest.fixture
+def beside(monkeypatch, train_as_it_was):
+    """The names of examples/beside_nanogpt.py, with examples/gpt2.py loaded."""
+    monkeypatch.setattr(weights, "read", weights.read)  # which gpt2.py replaces
+    monkeypatch.setattr(train, "ADDED_KNOBS", {})
+    runpy.run_path(str(REPO / "examples" / "gpt2.py"))
+    return runpy.run_path(str(REPO / "examples" / "beside_nanogpt.py"))
+
+
+SAME = "same model, same recipe, this loop"
+
+
+def test_the_same_model_and_recipe_are_those_of_nanogpt(beside):
+    """What the row does not say is a default of train.py."""
+    theirs = dict(word[2:].split("=") for word in beside["NANOGPT_RECIPE"].split() if "=" in word)
+    theirs |= {"lr": 1e-3, "min": 1e-4, "warmup": 100, "beta2": 0.99, "decay": 0.1, "clip": 1.0}
+    script, *words = beside["ROWS"][SAME].split()
+    with cli.configured(vars(train), argv=words) as ours:
+        model = train.build_model(ours, vocab_size=65)
+    assert sum(weight.numel() for weight in model.parameters()) == 804_096
+    same = "block_size batch_size n_layer n_head n_embd dropout".split()
+    pairs = {name: name for name in same} | {"max_steps": "max_iters", "peak_lr": "lr"}
+    pairs |= {"min_lr": "min", "warmup_steps": "warmup", "beta2": "beta2", "weight_decay": "decay"}
+    pairs |= {"grad_clip": "clip", "decay_steps": "lr_decay_iters"}
+    for name, their_name in pairs.items():
+        assert float(ours[name]) == float(theirs[their_name]), name
+    assert (ours["optimizer"], ours["schedule"], ours["beta1"]) == ("adamw", "cosine", 0.9)
+    assert script == "examples/gpt2.py" and ours["dtype"] == "float32"
+
+
+@pytest.mark.slow
+def test_a_step_is_that_of_nanogpts_own_class(beside, data_dir, monkeypatch):
+    """With the same weights: loss and norm within 1e-6."""
+    if "NANOGPT" not in os.environ:
+        pytest.skip("NANOGPT=FOLDER, a clone of nanoGPT")
+    nano = runpy.run_path(os.environ["NANOGPT"] + "/model.py")
+    _, *words = beside["ROWS"][SAME].split()
+    words += ["--dataset=small", f"--data_dir={data_dir}", "--block_size=16", "--device=cpu"]
+    torch.manual_seed(0)
+    with train.build(words) as run:
+        vocab_size = run.facts["data"]["meta"]["vocab_size"]
+        shape = {"n_layer": 4, "n_head": 4, "n_embd": 128, "block_size": 16, "bias": False}
+        theirs = nano["GPT"](nano["GPTConfig"](vocab_size=vocab_size, dropout=0.0, **shape))
+        ours = {}
+        for name, weight in theirs.named_parameters():
+            name = name.removeprefix("transformer.")
+            ours[name] = weight.detach() + 0.1 * torch.randn_like(weight)
+            weight.data = ours[name].clone()
+            if re.search(r"c_\w+\.weight$", name):  # nanoGPT has (out, in)
+                ours[name] = ours[name].T
+        run.model.load_state_dict(ours)
+        inputs, targets = map(torch.from_numpy, run.train_data[0, 12])
+        found = train.train_step(run.model, run, inputs, targets, 1e-3)
+        _, loss = theirs(inputs, targets)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        assert found["loss"].item() == pytest.approx(loss.item(), rel=1e-6)
+        assert found["grad_norm"].item() == pytest.approx(norm.item(), rel=1e-6)
 
 
 # ---- examples/colab.ipynb --------------------------------------------------------------------------

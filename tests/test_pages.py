@@ -213,7 +213,8 @@ def test_the_test_of_the_exercise_accepts_right_answers(tmp_path):
 def test_a_picture_says_by_which_command_it_was_drawn(name):
     image = pytest.importorskip("PIL.Image")
     with image.open(REPO / "docs" / name) as picture:
-        assert re.search(r"python (report|tests/headline|tests/run_page)\.py", picture.text["Command"])
+        drawn_by = r"python (report|tests/headline|tests/run_page|examples/beside_nanogpt)\.py"
+        assert re.search(drawn_by, picture.text["Command"])
 
 
 # ---- records -------------------------------------------------------------------------------------
@@ -242,7 +243,7 @@ def rows_in(name):
         if "seeds" in facts:
             mean, deviation = (facts["seeds"]["runs"][key] for key in ("mean", "deviation"))
             found.append((mean["loss"], deviation["loss"], mean["seconds"]))
-        rows = facts.get("from_nanogpt", {"rows": {}})["rows"].values()
+        rows = facts.get("from_nanogpt", facts).get("rows", {}).values()
         found += [(row["loss"], row["deviation"], row["process"]) for row in rows]
     return {(f"{loss:.3f} ± {spread:.3f}", f"{seconds:.1f}") for loss, spread, seconds in found}
 
@@ -275,7 +276,7 @@ def test_the_files_that_a_record_names_are_in_its_commit(name):
         assert commit.startswith(TABLE[name][0])
         if git("cat-file", "-e", commit) is None:
             pytest.skip(f"no history here: {commit}")
-        rows = facts.get("from_nanogpt", {"commands": {}})["commands"].values()
+        rows = facts.get("from_nanogpt", facts).get("commands", {}).values()
         for words in [facts["command"], *map(str.split, rows)]:
             files = [word for word in words if re.fullmatch(r"[^-].*\.py", word)]
             assert files
