@@ -238,6 +238,7 @@ def print_settings(runs):
     """Print the results of several runs, and return the runs in their order, best first."""
     settings = settings_of(runs)
     print0(fitted(HEADER, listing(settings)), end="")
+    print0(f"best: {shown(settings[0][0].folder)}")
     for line in edges(settings):
         print0(line)
     return [run for setting in settings for run in setting]

@@ -270,8 +270,7 @@ def picture(runs, axis="step"):
 
 
 def title_of(runs):
-    names = ", ".join(run.name for run in runs)
-    return f"{len(runs)} runs" if len(runs) > 1 and len(names) > 60 else names
+    return textwrap.shorten(", ".join(run.name for run in runs), 100, placeholder=" ...")
 
 
 def heading(runs):

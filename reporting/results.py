@@ -242,15 +242,20 @@ def listing(settings):
 
 
 def edges(settings):
-    """Lines: of which knobs the best setting has the highest or the lowest value that was tried."""
+    """Lines: of which knobs the best setting has the highest or the lowest value that was tried, of
+    the same optimizer, schedule and whatever else is a word."""
     usual = terms(settings[0][0])
     ranked = [run.knobs for run, *_ in settings if terms(run) == usual and is_whole(run)]
+    for best in ranked[:1]:
+        words = {pair for pair in best.items() if isinstance(pair[1], str)}
+        ranked = [each for each in ranked if words <= each.items()]
     lines = []
     for knob, best, *others in differences(ranked):
         tried = {value for value in (best, *others) if isinstance(value, int | float)}
-        if knob != "seed" and len(tried) > 2 and best in (min(tried), max(tried)):
-            side = "highest" if best == max(tried) else "lowest"
-            lines.append(f"{knob}={show(best)} is the best, and the {side} of {len(tried)} tried")
+        ends = {min(tried, default=0): "lowest", max(tried, default=0): "highest"}
+        if knob != "seed" and len(tried) > 2 and best in ends:
+            edge = f"the {ends[best]} of {len(tried)} tried: the best may lie beyond it"
+            lines.append(f"{knob}={show(best)} is the best, and {edge}")
     return lines
 
 
