@@ -178,7 +178,8 @@ train.knob(
     "bias", True, "in linear layers and LayerNorm; false = none, as nanoGPT's recipes; fixed"
 )
 train.knob("gelu", "tanh", "tanh | none; how it is approximated; none = as nanoGPT; fixed")
-vars(train).update(__doc__=__doc__, build_model=GPT2, out_dir="out/gpt2")
+train.__doc__ = __doc__
+train.build_model = GPT2
 
 if __name__ == "__main__":
     read_flag()

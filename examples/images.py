@@ -85,24 +85,21 @@ def open_dataset(saved):
     return train_data, InOrder(val_images, train.seed), facts | {"meta": {"vocab_size": CLASSES}}
 
 
-vars(train).update(
-    __doc__=__doc__,
-    open_dataset=open_dataset,
-    build_model=lambda config, vocab_size: ConvNet(config["n_embd"], config["dropout"]),
-    out_dir="out/images",
-    dataset="images",
-    block_size=1,  # targets per image
-    n_embd=16,  # channels of the first convolution
-    dropout=0.1,
-    batch_size=64,
-    peak_lr=3e-3,
-    warmup_steps=20,
-    max_steps=300,
-    eval_interval=100,
-    save_interval=100,
-)
+train.__doc__ = __doc__
+train.open_dataset = open_dataset
+train.build_model = lambda config, vocab_size: ConvNet(config["n_embd"], config["dropout"])
+train.dataset = "images"
+train.block_size = 1  # targets per image
+train.n_embd = 16  # channels of the first convolution
+train.dropout = 0.1
+train.batch_size = 64
+train.peak_lr = 3e-3
+train.warmup_steps = 20
+train.max_steps = 300
+train.eval_interval = 100
+train.save_interval = 100
 train.fields.FIELDS["tokens_per_sec"].heading = "img/s"
 train.fields.FIELDS["val_tokens"].heading = "images"
 
 if __name__ == "__main__":
-    sys.exit(train.main())
+    train.main()
