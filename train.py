@@ -378,12 +378,14 @@ def run_to_the_end(run: Run) -> int:
 
 
 def first_pass(run: Run) -> torch.nn.Module:
-    """Compute the first batch once, to compile and to find out what fits into memory; nothing
+    """Compute the next batch once, to compile and to find out what fits into memory; nothing
     moves. Returns the model, compiled if asked."""
 
     def read():  # a fork may draw its batches from the random state
-        first_batch = data.Reader(run.train_data, seed)[ranks.my_share(0, sequences_at(0))]
-        return data.to_device(first_batch, run.device)
+        place = ranks.my_share(run.state["sequences"], sequences_at(0))
+        with run.clock.apart("start"):  # the order of an epoch may be drawn here
+            next_batch = data.Reader(run.train_data, seed)[place]
+        return data.to_device(next_batch, run.device)
 
     model = compiler.warm_up(run, compile, forward_backward, read)
     memory = fields.FIELDS["mem_gb"].shown(machine.memory_gb(run.device))
@@ -397,6 +399,7 @@ def open_record(run: Run, table, saver) -> None:
     one that resumes are compared with those that the log already holds."""
     log_smaller_micro_batch(run)
     from_rank0(resuming.record_start, run)
+    run.clock.lap("start")
     if run.path and run.folder.owns(run.path):
         return
     run.state["first_step"] = run.state["step"]
@@ -433,6 +436,7 @@ def train(run: Run, model, table, saver) -> tuple[str, int]:
         # ---- fetch the numbers: here the host waits for the device ------------------------------
         rows, trouble = find_trouble(finish_rows(run, steps), run)
         run.folder.write_rows(rows)
+        run.clock.lap("save")
         recent = (recent + rows)[-MAX_RECENT:]
         steps = []
 
@@ -455,8 +459,8 @@ def train(run: Run, model, table, saver) -> tuple[str, int]:
         # ---- save, stop --------------------------------------------------------------------------
         names = names_to_save(due, is_best, state)
         if names:
-            saver.save(names, required=bool(due.ending))
-            run.signals.save = False
+            saver.save(names, required=bool(due.ending or due.is_gone))
+            run.signals.save = run.folder.is_gone = False
         run.clock.lap("save")
         if due.ending:
             if due.stop and run.batches and not state["evaluation_due"]:
@@ -825,9 +829,9 @@ def what_is_due(run: Run) -> SimpleNamespace:
     )
     for hook in run.hooks:
         hook.due(run, due)
-    asked = signals.save, signals.orphaned(), bool(run.stop_with)
-    due.stop, save, orphaned, by_hook = ranks.max_over_ranks(signals.stop, *asked)
-    due.save_now = due.save_now or save
+    asked = signals.save, run.folder.is_gone, signals.orphaned(), bool(run.stop_with)
+    due.stop, save, due.is_gone, orphaned, by_hook = ranks.max_over_ranks(signals.stop, *asked)
+    due.save_now = due.save_now or save or due.is_gone  # a save fails until the folder is back
     if orphaned:
         due.ending = "left alone by its launcher", 1
     if by_hook:

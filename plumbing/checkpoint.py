@@ -30,7 +30,9 @@ HASHED = ("model", "optimizer", "scaler", "ema", "state", "rng")
 FORMAT = 2  # the entry `format` of a checkpoint
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 ONCE_FIXED = "once that is fixed, the same command resumes from the newest checkpoint"
-PAUSE = 60  # seconds between two tries to save the end of a run
+PAUSE = 5  # seconds between two tries of a save that is required
+LIMIT = 60  # seconds of such tries; on a full disk they go on
+LIMIT_AFTER_SIGNAL = 10
 OLDER = "ffdf2fe"  # the newest commit that reads checkpoints without an entry `format`
 
 
@@ -237,6 +239,7 @@ class Saver:
         self.groups = groups_of(run)  # a checkpoint with other groups could not be resumed
         self.thread = None  # that writes the newest save, on rank 0
         self.error = None  # that the newest save met
+        self.is_waiting = False  # for room on the disk
         self.unsaved_best = None  # the checkpoint of a best.pt that could not be written
         run.signals.newest_save = run.state["step"]
 
@@ -245,8 +248,8 @@ class Saver:
         is taken again, with the others, by the process that resumes. All ranks call it together.
 
         Training continues at once, and an error is an event; unless `required`: then it waits until
-        the file is on the disk, on a full one until there is room, or Ctrl-C comes; another error
-        raises RunFailed."""
+        the file is on the disk, on a full one until there is room, or Ctrl-C comes; an error that
+        lasts raises RunFailed."""
         names = sorted(names, key=lambda name: name.startswith("ckpt_"))
         refuse_unequal_replicas(self.run)
         self.wait()
@@ -256,15 +259,18 @@ class Saver:
             lost = "an optimizer has other param_groups than configure_optimizers built"
         if lost:
             raise RunFailed(f"{lost}; {ONCE_FIXED}")
+        self.is_waiting = False
+        began = time.monotonic()
         self.start_to_write(checkpoint, names)
-        while required and ranks.from_rank0(self.lacks_room, names[-1]):
+        while required and ranks.from_rank0(self.must_try_again, names[-1], began):
             signal.signal(signal.SIGINT, signal.default_int_handler)  # KeyboardInterrupt
             time.sleep(PAUSE)
-            self.start_to_write(checkpoint, names)
+            self.start_to_write(checkpoint, names, is_first_try=False)
 
-    def start_to_write(self, checkpoint: dict, names: list[str]) -> None:
+    def start_to_write(self, checkpoint: dict, names: list[str], is_first_try: bool = True) -> None:
         if ranks.rank() == 0:
-            self.thread = threading.Thread(None, self.write, "writer", (checkpoint, names))
+            how = (checkpoint, names, is_first_try)
+            self.thread = threading.Thread(None, self.write, "writer", how)
             self.thread.start()
 
     def wait(self) -> Exception | None:
@@ -273,27 +279,38 @@ class Saver:
             self.thread.join()
         return self.error
 
-    def lacks_room(self, name: str) -> bool:
-        """Whether the disk was too full to save `name`. Raises RunFailed if another error came."""
+    def must_try_again(self, name: str, began: float) -> bool:
+        """Whether `name` could not be saved, in tries that began at that time.monotonic(). Raises
+        RunFailed, with the exit code of a signal that came, if the error lasts."""
         error = self.wait()
-        if not error:
-            return False
-        if getattr(error, "errno", None) not in NO_ROOM:
-            raise RunFailed(f"{name} could not be saved: {reason_of(error)}; {ONCE_FIXED}")
-        print0(
-            f"waiting for {size(self.run) / 1e6:,.1f} MB on the disk to save {name}; tried again "
-            f"in {PAUSE} s; Ctrl-C ends the run without it"
-        )
-        return True
+        stop = self.run.signals.stop
+        limit = LIMIT_AFTER_SIGNAL if stop else LIMIT
+        is_disk_full = getattr(error, "errno", None) in NO_ROOM
+        if error and not is_disk_full and time.monotonic() - began > limit:
+            newest = f"step {self.run.signals.newest_save:,} in {self.run.folder.path}"
+            why = f"{name} could not be saved: {reason_of(error)}"
+            failure = RunFailed(f"{why}; the newest checkpoint: {newest}; {ONCE_FIXED}")
+            failure.exit_code = 128 + stop if stop else 1
+            raise failure
+        if is_disk_full and not self.is_waiting:
+            self.is_waiting = True
+            print0(
+                f"waiting for {size(self.run) / 1e6:,.1f} MB on the disk to save {name}; tried "
+                f"again every {PAUSE} s; Ctrl-C ends the run without it"
+            )
+        return error is not None
 
-    def write(self, checkpoint: dict, names: list[str]) -> None:
-        """Write the files and prune. An error is an event, and must not end the run here."""
+    def write(self, checkpoint: dict, names: list[str], is_first_try: bool) -> None:
+        """Log the hash, write the files, and prune. Rows reach the disk before the checkpoint. An
+        error is an event, and must not end the run here."""
         state = checkpoint["state"]
         if "best.pt" in names:
             self.unsaved_best = checkpoint
         self.error = None
         try:
-            self.announce(checkpoint, names)
+            if is_first_try:
+                self.announce(checkpoint, names)
+            self.run.folder.log.sync()  # raises OSError if rows wait for the disk
             self.write_files(checkpoint, names)
             self.run.signals.newest_save = state["step"]
             if self.unsaved_best and self.unsaved_best is not checkpoint:
@@ -304,15 +321,15 @@ class Saver:
             below = error.__context__  # torch wraps the error of the disk in one of its own
             self.error = below if isinstance(below, OSError) else error
             reason = reason_of(self.error)
-            self.run.folder.event(state["step"], "save_failed", file=names[-1], error=reason)
+            if is_first_try:
+                self.run.folder.event(state["step"], "save_failed", file=names[-1], error=reason)
 
     def announce(self, checkpoint: dict, names: list[str]) -> None:
-        """Log the hash; rows reach the disk before the checkpoint. Raises OSError if they wait."""
+        """Log the hash of the save."""
         step = checkpoint["state"]["step"]
         digest = digest_of_state(checkpoint)
         due = {"evaluation_due": True} if checkpoint["state"]["evaluation_due"] else {}
         self.run.folder.record(step, "saved", sha256=digest, files=names, **due)
-        self.run.folder.log.sync()
 
     def write_files(self, checkpoint: dict, names: list[str]) -> None:
         folder = self.run.folder.checked_path()

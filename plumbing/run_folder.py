@@ -32,6 +32,7 @@ class RunFolder(ExitStack):
         self.facts = {}  # what run.json says of this process
         self.old_facts = {}  # of the process before, which run.json shows until there is a new row
         self.warned = set()  # failures of writing that were printed
+        self.is_gone = False  # the folder is, by the newest of them
         self.locked = None  # the open lock file
 
     # ---- one run at a time -----------------------------------------------------------------------
@@ -85,7 +86,7 @@ class RunFolder(ExitStack):
             fail(f"{place} cannot be written ({error.strerror}); {hint}")
 
     def checked_path(self) -> Path:
-        """The path. Raises OSError if the folder was removed and another run has made a new one."""
+        """The path. Raises OSError if another run has made a new folder in place of this one."""
         lock = self.path / ".lock"
         if lock.exists() and not os.path.samestat(lock.stat(), os.fstat(self.locked.fileno())):
             raise OSError(errno.ESTALE, "another run has taken the place of this folder")
@@ -196,6 +197,7 @@ class RunFolder(ExitStack):
         try:
             yield
         except OSError as error:
+            self.is_gone = error.errno in (errno.ENOENT, errno.ESTALE)
             warning = f"{name} cannot be written ({error.strerror})"
             if warning not in self.warned:
                 print0(warning)

@@ -26,7 +26,7 @@ from conftest import (
     tree,
     wait_for,
 )
-from sources import SAVED, around, at_step, bad_batches, stop_at
+from sources import SAVED, around, at_step, bad_batches, ranks, stop_at
 
 from plumbing import checkpoint
 from plumbing.snapshot import tensors
@@ -365,21 +365,23 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing_but_saves(run_train, stra
 
 
 WAITED = """
+import time
 def sleep(seconds):
     waits.append(seconds)
     {then}
 waits = []
-train.checkpoint.time = type("time", (), {{"sleep": staticmethod(sleep)}})
+clock = {{"sleep": staticmethod(sleep), "monotonic": time.monotonic}}
+train.checkpoint.time = type("time", (), clock)
 """
 
 
 def test_a_disk_that_is_full_at_the_end_is_waited_for(run_train, straight, small_disk):
-    """One line a minute, with how much room is needed."""
+    """One line, with how much room is needed."""
     disk = small_disk(60)
     wait = WAITED.format(then=f"if len(waits) == 2: os.unlink('{disk}/filler')")
     done = run_train(disk / "run", *EVERYTHING, before=wait + at_step(6, FILL))
     words = r"waiting for 0\.\d MB on the disk to save ckpt_00000012.pt"
-    assert len(re.findall(words, done.stdout)) == 2
+    assert len(re.findall(words, done.stdout)) == 1
     assert done.fingerprint(12) == straight.fingerprint(12) and done.facts["ended"] == "finished"
 
 
@@ -395,6 +397,49 @@ def test_a_wait_for_room_ends_at_ctrl_c_with_a_good_checkpoint(run_train, straig
     done = run_train(disk / "run", *flags)
     assert done.fingerprint(12) == straight.fingerprint(12)
     assert valid_rows(done, 12)
+
+
+BROKEN = """
+import errno, time
+real = os.fsync
+train.checkpoint.PAUSE, train.checkpoint.LIMIT, train.checkpoint.LIMIT_AFTER_SIGNAL = 0.2, 3, 1
+def fails(descriptor):
+    if time.monotonic() < end:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    real(descriptor)
+"""
+BREAK = """
+global end
+end = time.monotonic() + {seconds}
+os.fsync = fails
+"""
+
+
+@pytest.mark.parametrize("seconds, count", [(0.5, 1), (99, 1), (99, 2)])
+def test_an_error_of_the_save_after_a_signal_is_tried_again_for_a_while(run_train, seconds, count):
+    stop = BREAK.format(seconds=seconds) + "os.kill(os.getpid(), signal.SIGTERM)"
+    before = ranks(count, "import os, signal" + BROKEN + at_step(6, SAVED + stop))
+    done = run_train("run", "--save_interval=4", before=before, code=143)
+    is_saved = seconds < 1
+    assert done.checkpoint(6).exists() == is_saved and done.checkpoint(4).exists()
+    newest = f"the newest checkpoint: step 4 in {done.out_dir}"
+    assert done.stderr.count(newest) == (not is_saved), "once, whatever the number of ranks"
+    assert len(events(done, "saved")) == 3 and len(events(done, "save_failed")) == 1
+
+
+def test_a_folder_that_is_gone_ends_the_run_at_its_next_rows_unless_it_comes_back(run_train):
+    move = "os.rename(run.folder.path, str(run.folder.path) + '_moved')"
+    back = "os.rename(str(run.folder.path) + '_moved', run.folder.path)"
+    begin = "import os" + BROKEN
+    flags = ("--max_steps=60", "--log_interval=2")
+    done = run_train("run", *flags, before=begin + at_step(6, SAVED + move), code=1)
+    assert "ckpt_00000007.pt could not be saved: No such file or directory" in done.stderr
+    assert "the newest checkpoint: step 0 in" in done.stderr and not done.out_dir.exists()
+    wait = f"import time\nreal_sleep = time.sleep\ndef sleep(s):\n    {back}\n    time.sleep = real_sleep"
+    begin += "\n" + wait.replace("run.folder.path", repr(str(done.out_dir.with_name("again"))))
+    begin += "\ntime.sleep = sleep\n"
+    done = run_train("again", *flags, before=begin + at_step(6, SAVED + move))
+    assert valid_rows(done, 60)
 
 
 def test_a_save_in_the_background_holds_the_state_of_its_own_step(run_train):
