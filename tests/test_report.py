@@ -415,6 +415,33 @@ def test_no_two_of_many_runs_look_alike(tmp_path):
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 20
 
 
+def test_seeds_share_a_colour_and_a_whole_legend_names_each_setting(tmp_path):
+    folders = []
+    for rate in (1e-3, 3e-3, 1e-2, 3e-2):
+        folders += [swept(tmp_path, rate, seed, 1.5 + 10 * rate) for seed in (1, 2)]
+    runs = report.read_runs(folders)
+    figure = panels.picture(runs, panels.axis_of(runs))
+    assert figure.axes[0].get_xlabel() == "step"
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert 0 <= legend.get_window_extent().x0 and legend.get_window_extent().x1 <= figure.bbox.x1
+    words = [text.get_text() for text in legend.texts]
+    assert words == [
+        f"peak_lr={r}: {1.5 + 10 * r:.4f} ± 0.0000 (n=2)" for r in (0.001, 0.003, 0.01, 0.03)
+    ]
+    colours = [line.get_color() for line in figure.axes[0].lines]
+    assert colours == [colour for colour in list(panels.COLOURS.values())[:4] for _ in range(4)]
+    runs[0].setting += " batch_size=16"  # a step is not the same any more
+    assert panels.axis_of(runs) == "tokens"
+
+
+def test_runs_of_the_same_bits_have_the_same_curve_whatever_their_length(tmp_path):
+    long = falling(400)
+    runs = [write_run(tmp_path / name, rows) for name, rows in (("a", long[:200]), ("b", long))]
+    one, other = panels.panels_of(report.read_runs(runs))[0].curves
+    assert one.y[:190].tolist() == other.y[:190].tolist()
+
+
 def test_numbers_of_thousands_are_short(tmp_path):
     folder = write_run(tmp_path / "run", falling(20_000, lr=2e-5))
     axes = panels.picture([read_run(folder)]).axes
@@ -498,18 +525,25 @@ get("#result").textContent = JSON.stringify([failed, seen]);
 </script></body>"""
 
 
-@pytest.mark.skipif(not BROWSER, reason="needs a browser: chromium, or google-chrome")
+def opened(path, width=1400, dark=False, place="149.2"):
+    """[errors, what PROBE sees] of a page in a browser; place: of the cursor, of 303 steps."""
+    html = path.read_text().replace("<head>", "<head>" + SPY)
+    path.write_text(html.replace("</body>", PROBE.replace("149.2", place)))
+    flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --dump-dom"
+    command = [BROWSER, *flags.split(), f"--user-data-dir={path.parent / 'browser'}"]
+    command += [f"--window-size={width},900", f"--blink-settings=preferredColorScheme={1 - dark}"]
+    done = subprocess.run([*command, f"file://{path}"], capture_output=True, text=True, timeout=60)
+    return json.loads(unescape(re.search('id="result">(.*)</pre>', done.stdout)[1]))
+
+
+needs_browser = pytest.mark.skipif(not BROWSER, reason="needs chromium, or google-chrome")
+
+
+@needs_browser
 @pytest.mark.parametrize("width, dark", [(1400, False), (500, True)])
 def test_it_opens_on_a_desk_and_a_phone_in_light_and_dark(tmp_path, width, dark):
     rows = [event(0, "resume"), evaluation(0, 4.2), *falling(300), evaluation(300, 1.7)]
-    path = page_of(write_run(tmp_path / "run", rows))
-    html = path.read_text().replace("<head>", "<head>" + SPY)
-    path.write_text(html.replace("</body>", PROBE))
-    flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --dump-dom"
-    command = [BROWSER, *flags.split(), f"--user-data-dir={tmp_path / 'browser'}"]
-    command += [f"--window-size={width},900", f"--blink-settings=preferredColorScheme={1 - dark}"]
-    done = subprocess.run([*command, f"file://{path}"], capture_output=True, text=True, timeout=60)
-    errors, seen = json.loads(unescape(re.search('id="result">(.*)</pre>', done.stdout)[1]))
+    errors, seen = opened(page_of(write_run(tmp_path / "run", rows)), width, dark)
     assert errors == []
     assert len(seen["figures"]) == len(PANELS + EVALUATED) and min(seen["figures"]) >= 300
     assert seen["curves"] == len(PANELS + EVALUATED) + 7 and seen["wide"] <= width
@@ -519,6 +553,14 @@ def test_it_opens_on_a_desk_and_a_phone_in_light_and_dark(tmp_path, width, dark)
     assert seen["paper"] == ("rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)")
     loss = rows[150]["loss"]  # of step 149
     assert seen["tip"].startswith(f"step  149\ntraining, each step  {loss:.4g}")
+
+
+@needs_browser
+def test_a_hover_box_names_its_numbers_which_are_of_one_step(tmp_path):
+    tip = opened(page_of(*two_runs(tmp_path)), place="148.1")[1]["tip"]
+    head, quick, slow = tip.splitlines()
+    assert head == "step  150  training, mean of 5 steps  validation"
+    assert re.fullmatch(r"quick  [\d.]+  2\.2", quick) and re.fullmatch(r"slow  [\d.]+", slow)
 
 
 # ---- detectors of troubles -----------------------------------------------------------------------
