@@ -3,7 +3,7 @@
     git clone https://github.com/karpathy/nanoGPT ../nanoGPT
     NANOGPT=../nanoGPT python examples/beside_nanogpt.py    # an hour on two cores; run nothing else
     NANOGPT=../nanoGPT python examples/beside_nanogpt.py --seeds=1 --steps=50    # a trial
-    NANOGPT=../nanoGPT python examples/beside_nanogpt.py --six_layers=true --seeds=1 --steps=100
+    NANOGPT=../nanoGPT python examples/beside_nanogpt.py --six_layers=true --steps=100 --seeds=1
 
 Each seed runs every row on every text before the next seed begins. `process` is the wall time of a
 process in seconds, from its start to its end; `loss` that of the last weights over the whole
@@ -128,14 +128,12 @@ def measure(command: str, data: str, meta: dict, number: int, folder: str) -> di
     script, *words = command.split()
     words.append(f"--out_dir={folder}")
     if script.startswith("$"):
-        home, limit = os.environ["NANOGPT"], "max_iters"
-        start = ["-c", source_of_nanogpt(meta["vocab_size"], number)]
-        words.append(f"--dataset={data}")
+        start, home = ["-c", source_of_nanogpt(meta["vocab_size"], number)], os.environ["NANOGPT"]
+        words += [f"--dataset={data}", f"--max_iters={steps}"]
     else:
-        home, limit, start = REPO, "max_steps", [script]
-        words += [f"--dataset={Path(data).name}", f"--seed={number}"]
-    words += [f"--{limit}={steps}"] if steps else []
-    lines, peak = watched([*start, *words], home)
+        start, home = [script], REPO
+        words += [f"--dataset={Path(data).name}", f"--seed={number}", f"--max_steps={steps}"]
+    lines, peak = watched([*start, *(words if steps else words[:-1])], home)
     printed = "".join(line for _, line in lines)
     curve = [(at, float(found[1])) for at, line in lines if (found := LOSS.search(line))]
     rows = read_rows(f"{folder}/metrics.jsonl")
@@ -152,6 +150,7 @@ def measure(command: str, data: str, meta: dict, number: int, folder: str) -> di
 
 
 def source_of_nanogpt(vocab_size: int, number: int) -> str:
+    """Its train.py with the three edits."""
     path = Path(os.environ.get("NANOGPT", ""), "train.py")
     source = path.read_text("utf-8") if path.is_file() else ""
     for line, value in (("torch.manual_seed(1337", number), ("meta_vocab_size = None", vocab_size)):
