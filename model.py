@@ -83,9 +83,9 @@ def visible(tokens, n):
 
 def causal_attention(q, k, v, dropout, cache=None, mask=None):
     """q (B, H, n, D), k and v (B, H, T, D) to (B, H, n, D): the last n tokens, all T or one, each
-    see itself and the past, or by a `mask` as visible() returns it. cache: its first item holds the k and v of the tokens before, and
-    becomes its last, with those of these tokens. On a CPU the fused kernel's backward pass is slow:
-    23 ms against 3 at T = 64, bfloat16."""
+    see itself and the past, or by a `mask` as visible() returns it. cache: its first item holds the
+    k and v of the tokens before, and becomes its last, with those of these tokens. On a CPU the
+    fused kernel's backward pass is slow: 23 ms against 3 at T = 64, bfloat16."""
     if cache:
         k, v = known = torch.cat((*cache.popleft(), torch.stack((k, v))), dim=3)
         cache.append([known])
@@ -331,13 +331,15 @@ def generate(
     last ones if its forward has `last_only`. temperature=0 takes the likeliest; top_k=0 samples
     from all. Stops after max_new_tokens, or when each row has drawn the id `end`.
 
-    If every module whose forward has `last_only` has `cache`, too, keys and values are kept, and a
-    new token costs the work of one token. Not past block_size, where each token moves to another
-    position, and not where a token sees later ones, which change its own keys and values."""
-    takes = [signature(module.forward).parameters for module in model.modules()]
-    options = {"last_only": True} if "last_only" in takes[0] else {}
-    passes_on = {"cache", "options"}
-    if options and all(names.keys() & passes_on for names in takes if "last_only" in names):
+    If every block, and every module whose forward has `last_only`, takes `cache`, too, keys and
+    values are kept, and a new token costs the work of one token. Not past block_size, where each
+    token moves to another position, and not where a token sees later ones, which change its own
+    keys and values."""
+    takes = {module: signature(module.forward).parameters for module in model.modules()}
+    options = {"last_only": True} if "last_only" in takes[model] else {}
+    needed = [names for names in takes.values() if "last_only" in names]
+    needed += [takes[block] for block in getattr(model, "blocks", ())]
+    if options and all(names.keys() & {"cache", "options"} for names in needed):
         # An item for each attention, in the order of a pass. No list: FSDP would pass on a copy.
         options["cache"] = deque([[]] * len(model.blocks))
     ended = False
