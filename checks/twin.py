@@ -396,7 +396,8 @@ class PlainLoop:
                 train.seed_everything(data.seed_of(train.seed, first))
                 counted = plain.count_targets(targets).item()
                 totals["targets"] += counted
-                for name, mean in plain.evaluate(self.model, inputs, targets).items():
+                means = plain.evaluate(self.model, inputs, targets) if counted else {}
+                for name, mean in means.items():
                     totals[name] += mean * counted
         copy_into(self.model, weights)
         set_rng_state(random_state, self.run.device)
