@@ -538,7 +538,7 @@ def find_text(name, folder, input, tokenizer) -> tuple:
         raw = read()
     else:
         fail(
-            f"no dataset {name!r} in {os.path.dirname(folder)}; type: "
+            f"no dataset {name!r} in {os.path.abspath(os.path.dirname(folder))}; type: "
             f"python prepare_data.py {name} --input=FILE ({' and '.join(TEXTS)} need none)"
         )
     digest = hashlib.sha256(raw).hexdigest()

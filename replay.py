@@ -15,6 +15,9 @@ import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
 # isort: split
 import os
 import shutil
+import signal
+import sys
+import time
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from operator import itemgetter
@@ -29,7 +32,7 @@ import train
 from checks.run_log import RunLog, first_difference, in_words
 from plumbing import checkpoint, cli, forks, machine, ranks
 from plumbing.cli import RunFailed, fail
-from plumbing.console import is_first_rank, print0
+from plumbing.console import LIVE_SECONDS, is_first_rank, on_terminal, print0
 from plumbing.hooks import Hook
 from plumbing.log import Witness
 from plumbing.resume import known_changes
@@ -204,6 +207,9 @@ class Replay(Hook):
         self.comparison = Witness(rows, run.knobs["best_metric"], whole=True)
         self.seen = {}  # {step: what steps.look_at() returns}
         self.here = {}  # what computes, as in run.json
+        self.screen = sys.stdout  # while train.main() prints nothing
+        self.began = self.shown_at = time.monotonic()
+        self.at = 0  # the step that was computed last
 
     def is_refuted(self) -> bool:
         """Whether there is a difference, after which nothing else is to be seen."""
@@ -229,13 +235,27 @@ class Replay(Hook):
         return numbers
 
     def due(self, run: Any, due: SimpleNamespace) -> None:
-        at = run.state["step"]
+        at = self.at = run.state["step"]
         # a kill or a stop may have come between the last step and its evaluation
         is_due = due.evaluation and at < self.logged.last
         due.evaluation = is_due or (at, "eval") in self.logged.rows
         due.save_now |= (at, "saved") in self.logged.rows
         if self.is_refuted() or self.stop == at:
             run.stop_with = "computed again", 1
+        with redirect_stdout(self.screen):
+            self.show_progress(at)
+
+    def show_progress(self, at: int) -> None:
+        """On a terminal a line that changes, elsewhere one a minute."""
+        now = time.monotonic()
+        if now < self.shown_at + (LIVE_SECONDS if on_terminal() else 60):
+            return
+        self.shown_at = now
+        done = max(1, at - max(0, self.begin_at))
+        left = (now - self.began) / done * (self.end_at - at)
+        minutes, seconds = divmod(int(left), 60)
+        end = "\r" if on_terminal() else "\n"
+        print0(f"step {at}/{self.end_at}, {minutes}:{seconds:02} left", end=end)
 
     def end(self, run: Any, ended: str) -> None:
         self.is_over = ended == "computed again"
@@ -284,7 +304,12 @@ class Replay(Hook):
         knobs["data_dir"] = data_dir or settings["data_dir"]
         flags = [f"--{name}={cli.show(knobs[name])}" for name in config]
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-            self.loop.main(flags, hooks=[self])
+            code = self.loop.main(flags, hooks=[self])
+        if code > 128:
+            name = signal.Signals(code - 128).name
+            failure = RunFailed(f"interrupted by {name} at step {self.at} of {self.end_at}")
+            failure.exit_code = code
+            raise failure
         if not self.is_over:
             raise RunFailed(f"{path}: this code ends before step {self.stop} of the log")
 

@@ -318,6 +318,7 @@ class Run(Start):
     signals: Signals = field(default_factory=Signals)  # none are handled until the first step
     knobs: dict = field(default_factory=dict)  # name -> cli.Knob: what a knob may do
     noted_size: int = 0  # of a micro-batch, as the newest event out_of_memory says
+    halved_at: int = 0  # the step in which it became smaller
     batches: Iterator | None = None  # the batches to come
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
     hooks: list[Hook] = field(default_factory=list)  # the audit first, nearest to the step

@@ -177,6 +177,8 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     )
     has_file = False
     for argument, following in sorted(pairwise([*argv, ""]), key=order_of):
+        if not argument.isprintable() and "\\udc" in ascii(argument):
+            fail(f"{ascii(argument)} is not UTF-8; expected a name that is")
         if argument in HELP:
             print_help(scopes[-1]["__doc__"] or "", config)
             raise SystemExit(0)

@@ -121,7 +121,8 @@ class Table:
         self.live_again = now + LIVE_SECONDS
         words = self.progress(step)
         if self.row:
-            words += f"  loss {self.row['loss']:.4f}  {self.time_left(step)} left"
+            loss = f"loss {self.row['loss']:.4f} at step {self.row['step']:,}"
+            words += f"  {loss}  {self.time_left(step)} left"
         print0(words, end="\r")  # the cursor returns to the start, for whatever prints next
 
     def print_evaluation(self, row: dict, is_best: bool) -> None:

@@ -28,7 +28,7 @@ from unicodedata import category, normalize
 import numpy as np
 
 from plumbing.cli import BadInput, RunFailed, fail
-from plumbing.console import print0
+from plumbing.console import REPO, print0
 from plumbing.fields import expect
 from plumbing.files import digest_of
 from plumbing.signals import HANDLED
@@ -125,6 +125,9 @@ def dataset_of_run(
         folder = folder_of(name, data_dir)
         if os.path.exists(f"{folder}/meta.json"):
             meta = verified_meta(folder)
+        elif not os.path.isabs(data_dir) and (REPO / "data" / name / "meta.json").exists():
+            found = f"no dataset {name!r} in {os.path.abspath(data_dir)}; the repository's data/"
+            fail(f"{found} has it: --data_dir={REPO / 'data'}")
         else:
             folder, meta = make(name, data_dir)
     except Offline as error:

@@ -45,6 +45,7 @@ def halving_on_oom(snapshot: Snapshot, compute: Callable[[], Any], sequences: in
         run.model.zero_grad(set_to_none=True)
         snapshot.restore()
         run.state["micro_batch"] = int(size) // 2
+        run.halved_at = run.state["step"] + torch.is_grad_enabled()  # else in an evaluation
     run.signals.agreed_stop = int(stop)
     for weight, is_needed in zip(weights, needed, strict=True):
         if is_needed and weight.grad is None:
@@ -56,7 +57,8 @@ def log_smaller_micro_batch(run) -> None:
     """Record an event if the micro-batch has become smaller since the last call."""
     now = run.state["micro_batch"]
     if now < run.noted_size:
-        run.folder.event(run.state["step"], "out_of_memory", micro_batch=now)
+        step = min(run.halved_at, run.state["step"])  # in the warm-up pass none was taken
+        run.folder.event(step, "out_of_memory", micro_batch=now)
     run.noted_size = now
 
 

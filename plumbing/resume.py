@@ -268,8 +268,10 @@ def close_finished(run: Any) -> None:
     step = state["step"]
     name = shown(run.path.parent)
     knob = "--patience" if step < config["max_steps"] else "--max_steps"
+    has_end = config["schedule"] not in ("constant", "step")
+    more = f"{knob} and --decay_steps" if has_end and knob == "--max_steps" else knob
     longer = (
-        f"to train it longer, raise {knob} with --out_dir={name}; to start again, write "
+        f"to train it longer, raise {more} with --out_dir={name}; to start again, write "
         f"--resume=restart or {run.folder.fresh_out_dir()}"
     )
     changed = changes_since(run)

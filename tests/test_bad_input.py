@@ -2,11 +2,12 @@
 
 import functools
 import math
+import os
 import re
 import sys
 
 import pytest
-from conftest import make_dataset, run_python, tree
+from conftest import copy_of_repository, make_dataset, run_python, tree
 from sources import WITHOUT_OVERRIDE, stop_at
 
 import train
@@ -96,6 +97,22 @@ def test_the_real_command_exits_with_2(python_train, tmp_path):
 
 
 NOWHERE = {"SHAKESPEARE_URL": "http://127.0.0.1:9", "no_proxy": "*"}
+
+
+def test_what_only_the_repository_has_is_named_and_so_is_a_name_that_is_not_utf8(tmp_path):
+    copy = copy_of_repository(tmp_path / "repo")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    train = [copy / "train.py", "--dataset=mine"]
+    refused = run_python(*train, cwd=elsewhere)
+    assert f"no dataset 'mine' in {elsewhere}/data; type" in refused.stderr
+    (copy / "data/mine").mkdir(parents=True)
+    (copy / "data/mine/meta.json").touch()
+    refused = run_python(*train, cwd=elsewhere)
+    assert f"the repository's data/ has it: --data_dir={copy}/data\n" in refused.stderr
+    refused = run_python(*train, os.fsdecode(b"--out_dir=caf\xe9"), cwd=elsewhere)
+    assert "'--out_dir=caf\\udce9' is not UTF-8" in refused.stderr and refused.returncode == 2
+    assert list(elsewhere.iterdir()) == []
 
 
 def test_without_a_network_another_text_takes_its_place_loudly(run_train, tmp_path):

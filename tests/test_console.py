@@ -94,7 +94,7 @@ def test_a_terminal_gets_colour_and_a_live_line_and_a_pipe_neither():
     assert "val loss 1.0000" in best and console.GREEN in best and console.GREEN not in other
     *live, end = last.split("\r")
     assert 1 <= len(live) <= 5, "a few times a second"
-    assert live[0] == console.CLEAR + "     60/1000     loss 1.8762  0:00:41 left"
+    assert live[0] == console.CLEAR + "     60/1000     loss 1.8762 at step 50  0:00:41 left"
     assert end == console.CLEAR + "the end" and "1.8762" in row
     assert "\x1b" not in piped and "\r" not in piped and len(piped.splitlines()) == 5
 

@@ -390,3 +390,14 @@ def test_nothing_is_executed_because_the_run_names_it(good, replay, tmp_path):
     assert not (tmp_path / "executed").exists()
     replay(good.out_dir, "--verify=true", f"--script={evil}")
     assert (tmp_path / "executed").exists(), "the control: it is what was typed"
+
+
+@pytest.mark.parametrize("name, code", [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_replay_that_is_interrupted_says_so_and_blames_no_code(run_train, name, code):
+    done = run_train("run", "--max_steps=12")
+    main = f"replay.main([{str(done.out_dir)!r}, '--verify=true'])"
+    source = "import os, sys, signal, time, replay, train\nfrom plumbing import cli\n"
+    source += stop_at(5, name) + f"sys.exit(cli.run_script(lambda: {main}))"
+    stopped = run_python("-c", source)
+    assert stopped.returncode == code, stopped.stderr
+    assert f"interrupted by {name} at step 5 of 12" in stopped.stderr
