@@ -387,13 +387,16 @@ def job_of(words, script, *scopes):
     try:
         with configured(*scopes, argv=words) as config, TemporaryDirectory() as scratch:
             with train.build([f"--out_dir={scratch}", "--resume=auto"]) as run:
+                name = folder_name(config, code.script())
+                if config.get("against"):
+                    name += named(config, words)
                 with setting(max_steps=10**9):  # no part ends early; decay_steps has its value
                     yield Job(
                         run,
                         config,
                         words,
                         script,
-                        Path(folder_name(config, code.script()) + named(config, words)),
+                        Path(name),
                         run.device,
                         run.facts["data"]["meta"],
                         machine.peak_flops(run.device, train.dtype),
@@ -404,11 +407,9 @@ def job_of(words, script, *scopes):
 
 def named(config, words):
     """The end of a folder's name: the words of --against that `words` lack."""
-    name = ""
-    for word in shlex.split(config.get("against", "")):
-        if not {word, f"--script={word}"} & {*words}:
-            name += f",{os.path.basename(word).removeprefix('--')}"
-    return f"{name},against" if config.get("against") else ""
+    known = {word.removeprefix("--script=") for word in words}
+    others = [word for word in shlex.split(config["against"]) if word not in known]
+    return "".join(f",{os.path.basename(word).removeprefix('--')}" for word in others) + ",against"
 
 
 def measure(own, argv):

@@ -51,11 +51,11 @@ def git_state() -> tuple[dict, bytes]:
     that was loaded. The Docker image has GIT_COMMIT, not .git."""
     # never a parent folder's .git
     git = ["git", "-C", REPO, f"--git-dir={REPO}/.git", f"--work-tree={REPO}"]
-    run = partial(subprocess.run, capture_output=True, check=True)
+    run = partial(subprocess.check_output, stderr=subprocess.DEVNULL)
     try:
-        diff = run([*git, "diff", "HEAD"]).stdout
-        commit = run([*git, "rev-parse", "HEAD"], text=True).stdout.strip()
-        tracked = run([*git, "ls-files", "-z"], text=True).stdout.split("\0")
+        diff = run([*git, "diff", "HEAD"])
+        commit = run([*git, "rev-parse", "HEAD"], text=True).strip()
+        tracked = run([*git, "ls-files", "-z"], text=True).split("\0")
     except (OSError, subprocess.SubprocessError):
         commit = os.environ.get("GIT_COMMIT")
         return {"commit": commit, "dirty": None, "diff_sha256": None}, b""
