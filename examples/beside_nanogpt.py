@@ -114,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
         for number, text, row in product(range(seed, seed + seeds), texts, commands):
             folder = f"{scratch}/{number}/{text}/{row}"
             found = measure(commands[row], *texts[text], number, folder)
-            print(text, number, row, found | {"curve": "..."}, flush=True)
+            print(text, number, row, found["loss"], found["process"], flush=True)
             runs[f"{text}: {row}"].append(found)
             facts["date"] = now()
             facts["rows"] = {name: summary(each) for name, each in runs.items() if each}
@@ -138,9 +138,10 @@ def measure(command: str, data: str, meta: dict, number: int, folder: str) -> di
     curve = [(at, float(found[1])) for at, line in lines if (found := LOSS.search(line))]
     rows = read_rows(f"{folder}/metrics.jsonl")
     step_ms = [row["step_ms"] for row in rows if row["kind"] == "train"]
-    after = re.search(r"whole split: .* (\S+)", printed) or ["", 0.0]
+    seconds = lines[-1][0] - float(re.search(r"whole split: .* (\S+)|$", printed)[1] or 0)
+    curve[-1] = seconds, curve[-1][1]
     return {
-        "process": lines[-1][0] - float(after[1]),
+        "process": seconds,
         "loss": curve[-1][1],
         "parameters": int(re.findall(r"([\d,]+) parameters", printed)[-1].replace(",", "")),
         "step_ms": median(step_ms or map(float, re.findall(r", time (\S+)ms", printed))),
@@ -173,11 +174,10 @@ def draw(runs: dict) -> None:
 
     figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
     for number, (name, each) in enumerate(runs.items()):
-        colour = f"C{number}"
         for run in each:
-            axes.plot(*zip(*run["curve"], strict=True), color=colour, marker=".", lw=1)
-        away = {"xytext": (6, 6 - 14 * (number % 2)), "textcoords": "offset points"}
-        axes.annotate(name, each[0]["curve"][-1], color=colour, **away)
+            axes.plot(*zip(*run["curve"], strict=True), f"C{number}.-")
+        place = ("bottom", "top")[number % 2]  # nanoGPT and the same model end side by side
+        axes.annotate(name, each[0]["curve"][-1], color=f"C{number}", va=place)
     axes.set(xscale="log", xlabel="seconds since the start", ylabel="validation loss (nats)")
     axes.set_xticks(SECONDS, SECONDS)
     figure.savefig(f"{out_dir}/loss.png", metadata={"Command": "python examples/beside_nanogpt.py"})

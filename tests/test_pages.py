@@ -244,7 +244,7 @@ def rows_in(name):
             mean, deviation = (facts["seeds"]["runs"][key] for key in ("mean", "deviation"))
             found.append((mean["loss"], deviation["loss"], mean["seconds"]))
         rows = facts.get("from_nanogpt", facts).get("rows", {}).values()
-        found += [(row["loss"], row["deviation"], row["process"]) for row in rows]
+        found += [(row["loss"], row["deviation"] or 0.0, row["process"]) for row in rows]
     return {(f"{loss:.3f} ± {spread:.3f}", f"{seconds:.1f}") for loss, spread, seconds in found}
 
 
