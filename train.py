@@ -484,7 +484,6 @@ def take_step(run: Run, model, is_witness: bool = False) -> tuple[dict, dict]:
     numbers = take()
     fields.check_numbers(numbers, "train_step", {"loss", "grad_norm", "skipped", "targets"})
     row = count_batch(run, targets)  # and step += 1
-    log_smaller_micro_batch(run)
     return row | {"lr": lr, "data_ms": data_ms}, numbers
 
 
@@ -905,6 +904,7 @@ def finish_rows(run: Run, steps: list) -> list[dict]:
     lap of the clock, so times exclude evaluation and saving. The host waits for the device here."""
     if not steps:
         return []
+    log_smaller_micro_batch(run)
     on_device = [number for _, named in steps for number in named.values()]
     to_device = partial(torch.as_tensor, dtype=precise(run.device), device=run.device)
     values = iter(torch.stack([to_device(n).detach().reshape(()) for n in on_device]).tolist())
