@@ -142,7 +142,7 @@ def costs(run):
         ("throughput, tokens/s", speed, "{:,.0f}"),
         ("median step, ms", median(t["step_ms"]), "{:,.1f}"),
         ("TFLOP/s achieved", speed * run.fact("flops_per_token") / 1e12, "{:,.3g}"),
-        ("MFU", 1 / np.mean(1 / t["mfu"]), "{:.1%}"),  # of all steps, or unknown
+        ("MFU", len(t["mfu"]) / np.sum(1 / t["mfu"]), "{:.1%}"),  # of all steps, or unknown
         ("peak memory, GB", mean(t["mem_gb"], np.max), "{:.2f}"),
         ("GPU utilization, %", mean(t["gpu_util"]), "{:.0f}"),
         ("waiting for data", mean(t["data_ms"]) / mean(t["step_ms"]), "{:.1%}"),

@@ -668,3 +668,12 @@ def test_every_trouble_has_a_detector_and_a_section_that_says_all_of_it():
         for part in ("Symptoms", "Causes", "Diagnosis", "Cure"):
             assert f"**{part}**: " in section, name
         assert cure and "\n" not in cure and "](" not in cure
+
+
+def test_a_report_at_step_0_warns_of_nothing(run_train):
+    done = run_train("run", "--max_steps=3")
+    log = done.out_dir / "metrics.jsonl"
+    first, *_ = [line for line in log.read_text().splitlines(True) if '"eval"' in line]
+    log.write_text(first)
+    report = run_python("-W", "error", "report.py", done.out_dir)
+    assert (report.returncode, report.stderr) == (0, "")
