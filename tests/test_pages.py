@@ -35,7 +35,9 @@ MADE = re.compile(
 MADE_BY_PAGES = set(
     "meta.json extras.py lesson.py loop.py given.py first_try.py lora.py bpe.py mailbox.py late.py bad.py penalty.py late.log openwebtext.jsonl".split()
 )
-MADE_BY_PAGES |= set("compare.md compare.png trace.json steeper.py target.py widest.py config.json".split())
+MADE_BY_PAGES |= set(
+    "compare.md compare.png trace.json steeper.py target.py widest.py lab.py config.json".split()
+)
 # of nanochat, as the README quotes them
 MADE_BY_PAGES |= set("base_train.py checkpoint_manager.py common.py dataloader.py".split())
 
