@@ -31,7 +31,7 @@ MASKED = 1  # the step in which a micro-batch has no targets, and another one ha
 NOT_FINITE = 2  # the step whose gradients are NaN
 STOPPED = 3  # finished steps when a signal comes, in the second epoch of a text
 CLEARED = 5  # the step that finds averages without noise: the evaluation after it is the best
-NO_MEMORY = 8  # the step in which memory runs out once: then a pass takes one sequence
+NO_MEMORY = 4  # the step in which memory runs out once: then a pass takes one sequence
 EVENTS = {  # number of a step: what happened in it
     MASKED + 1: ", in which a micro-batch has no targets",
     NOT_FINITE + 1: ", whose gradient was made NaN",

@@ -64,9 +64,12 @@ def bad_batches(indices, how="loss * float('nan')"):
 MEASURED = (
     """
 def take_time(model):
-    def forward(inputs, targets=None, inner=model.forward):
+    def forward(inputs, targets=None, self=model, inner=model.forward):
         ms = {"model_ms": torch.tensor(time.time() % 1000)}
-        return inner(inputs) if targets is None else (inner(inputs, targets), ms)
+        if targets is None:
+            return inner(inputs)
+        result = inner(inputs, targets)
+        return (result, ms) if self.training else (result[0], result[1] | ms)
     model.forward = forward
 """
     + around("build_model", then="take_time(result)")

@@ -49,9 +49,9 @@ BAD_FLAGS = """
 --n_head=32              no even multiple
 --warmup_steps=13        --max_steps=12
 --min_lr=0.1             --peak_lr=0.001
---device=gpu             --device=auto
+--device=gpu             auto, cpu, cuda
 --device=cuda:99         --device=auto
---device=cpu:x           --device=auto
+--device=cpu:x           auto, cpu, cuda
 --block_size=400         300 to validate
 --block_size=5000        has 2,700 tokens
 --dataset=nowhere        nowhere

@@ -217,7 +217,7 @@ def test_help_has_every_knob_under_the_headings_of_the_source(script):
 
 
 def test_every_knob_and_config_file_of_this_repository_is_right():
-    for path in REPO.glob("*.py"):
+    for path in {*REPO.glob("*.py")} - {REPO / "plain.py"}:  # whose knobs are train.py's
         for name, knob in read_knobs(path).items():
             assert knob.comment, f"{path.name}: {name} is not explained"
     for path in (REPO / "config").glob("*.py"):

@@ -156,7 +156,8 @@ model.register_buffer("mean", torch.zeros(()))
 def moving(inputs, targets=None):
     found = forward(inputs, targets)
     if targets is not None:
-        model.mean = 0.5 * model.mean + 0.5 * found.detach()
+        loss = found if model.training else found[0]
+        model.mean = 0.5 * model.mean + 0.5 * loss.detach()
     return found
 model.forward = moving
 """

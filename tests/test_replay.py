@@ -212,7 +212,7 @@ def test_a_good_run_is_verified(good, replay):
     assert "not covered: rows removed from the end" in again.stdout
     assert tree(good.out_dir) == before
     part = replay(good.out_dir, "--verify=true", "--since=7", "--step=11")
-    assert "milestone_00000006.pt to step 11" in part.stdout and "steps 7 to 11" in part.stdout
+    assert "from ckpt_00000006.pt to step 11" in part.stdout and "steps 7 to 11" in part.stdout
 
 
 def test_a_run_that_was_stopped_and_extended_is_verified(run_train, replay):
@@ -229,10 +229,11 @@ def test_a_run_that_was_stopped_and_extended_is_verified(run_train, replay):
 @pytest.mark.parametrize("flag", ["peak_lr=5e-4", "eval_interval=3", "batch_size=4"])
 def test_a_flag_changed_at_a_resume_is_followed(flag, run_train, replay):
     """Also in a run that was killed between the two, and went on from an older checkpoint."""
-    flags = ("--save_interval=4", "--eval_interval=2", "--best_metric=val_tokens")  # no new best
-    run_train("run", *flags, before=stop_at(7), code=143)
+    flags = "--save_interval=4 --eval_interval=2 --best_metric=val_tokens --keep_last=3".split()
+    run_train("run", *flags, before=stop_at(7), code=143)  # no new best
     killed = run_train("run", *flags, "--weight_decay=0.3", before=stop_at(11, "SIGKILL"), code=137)
-    killed.checkpoint(8).unlink()
+    for step in (8, 7):
+        killed.checkpoint(step).unlink()
     more = ["--accum_steps=2"] if flag.startswith("batch_size") else []
     done = run_train("run", *flags, f"--{flag}", *more)
     assert [event["step"] for event in events(done, "resume")] == [7, 4]

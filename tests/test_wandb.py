@@ -161,7 +161,7 @@ def test_the_real_wandb_holds_the_rows_and_the_resolved_knobs(run_train):
 def test_the_lines_for_tensorboard_copy_every_row(tmp_path, monkeypatch):
     """Those of docs/forks.md: into a stand-in, and into TensorBoard's files where it is installed."""
     page = (REPO / "docs" / "forks.md").read_text()
-    lines = re.search("<<'END'\n(.*?)^END$", page, re.MULTILINE | re.DOTALL)[1]
+    lines = re.search("python - .*<<'END'\n(.*?)^END$", page, re.MULTILINE | re.DOTALL)[1]
     rows = [*falling(3), evaluation(3, 1.5), event(3, "diverging", why="so")]
     monkeypatch.setattr(sys, "argv", ["-", str(write_run(tmp_path / "run", rows))])
     if find_spec("tensorboard"):
