@@ -12,7 +12,9 @@ import time
 import warnings
 from pathlib import Path
 
+import matplotlib
 import numpy as np
+from matplotlib import pyplot
 
 import train
 
@@ -51,6 +53,20 @@ def make_dataset(name, count, change=lambda tokens: None):
     (new / "train.bin").write_bytes(tokens.tobytes())
     (new / "val.bin").write_bytes((whole / "val.bin").read_bytes())
     (new / "meta.json").write_text(json.dumps(meta))
+
+
+def heat_maps(maps, text, path):
+    """A picture of matrices side by side, the characters of a text along both axes"""
+    matplotlib.use("Agg")
+    figure, axes = pyplot.subplots(1, len(maps), figsize=(5 * len(maps), 5), layout="constrained")
+    letters = [repr(letter)[1:-1] for letter in text]
+    for number, (axis, weights) in enumerate(zip(axes, maps, strict=True), start=1):
+        axis.imshow(weights, cmap="Blues", vmin=0, vmax=1)
+        axis.set_xticks(range(len(text)), letters)
+        axis.set_yticks(range(len(text)), letters)
+        axis.set_title(f"head {number}: each row looks at these columns")
+    command = {"Command": "python tests/run_page.py docs/lessons.md 27"}
+    figure.savefig(path, dpi=100, metadata=command)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ MADE = re.compile(
     r"(out|data)/|\S*(run\.json|bench\.json|check\.json|metrics\.jsonl|report\.(md|png)|replay_\d+\.(md|png)|\.pt)$"
 )
 MADE_BY_PAGES = set(
-    "meta.json extras.py lesson.py loop.py given.py first_try.py lora.py bpe.py mailbox.py late.py bad.py penalty.py late.log openwebtext.jsonl".split()
+    "meta.json extras.py lesson.py loop.py given.py attention.py first_try.py lab.py lora.py bpe.py mailbox.py late.py bad.py penalty.py late.log openwebtext.jsonl".split()
 )
 MADE_BY_PAGES |= set(
     "compare.md compare.png trace.json steeper.py target.py widest.py lab.py config.json".split()
@@ -140,6 +140,12 @@ def test_every_block_runs_or_says_what_it_needs(page):
             ast.parse(code)
         if language in ("bash", "sh"):
             subprocess.run(["bash", "-n"], input=code, text=True, check=True)
+
+
+def test_every_try_of_a_lesson_has_its_answer_folded_below_it():
+    lessons = re.split(r"(?m)^## \d+\. ", run_page.FENCE.sub("", text_of("docs/lessons.md")))[1:]
+    for lesson in lessons:
+        assert re.search(r"\*\*Try.*\n\n<details><summary>Answer</summary>\n\n\S", lesson), lesson
 
 
 def test_the_readme_and_help_lead_to_the_pages():
