@@ -28,12 +28,12 @@ from pathlib import Path
 
 import numpy as np
 
-from plumbing.cli import BadInput, configured, fail, line_width, read_knobs, run_script, show
-from plumbing.console import REPO, change_words, print0, resume_words, shown
+from plumbing.cli import BadInput, configured, run_script
+from plumbing.console import change_words, print0, print_wrapped, resume_words, shown
 from plumbing.data import FALLBACK
 from plumbing.files import replacing
 from reporting.panels import axis_of, heading, page, title_of, write_picture
-from reporting.record import is_running, read_run
+from reporting.record import is_running, known_knobs, read_run
 from reporting.results import (
     HEADER,
     differences,
@@ -45,6 +45,7 @@ from reporting.results import (
     outcome,
     settings_of,
     table,
+    write,
 )
 from reporting.troubles import troubles
 
@@ -53,38 +54,29 @@ axis = "auto"  # of the curves: auto | step | tokens | time; auto = step; tokens
 html = False  # also write a page: one file that needs no network and no server
 watch = False  # rewrite that page every 10 s while the run continues, and write all at its end
 
-WIDTH = 100  # of the console, characters
 PAUSE = 10  # seconds between two pages of --watch
-TOLD_ELSEWHERE = ("kind", "step", "event", "finite")  # fields of events
+TOLD_ELSEWHERE = ("kind", "step", "event", "finite", "seconds")  # fields of events
 
 
 # ---- words: report.md, compare.md ----------------------------------------------------------------
 
 
 def text_of(runs):
-    """The Markdown of a report: the results; of each run its troubles, its last sample and what
-    happened; then what was run."""
+    """The Markdown of a report: the results, and what was run; of several runs what differs, of one
+    also its troubles, its last sample and what happened."""
     lines = [
         f"# {title_of(runs)}\n",
         *(f"{line}\n" for line in heading(runs)),
-        *(f"> **{warning}**\n" for warning in warnings(runs)),
+        *(f"> **{warning}**\n" for run in runs for warning in warnings(run)),
         f"![Curves]({stem(runs)}.png)\n",
         "## Result\n",
     ]
-    if len(runs) > 1:
-        lines += [table(HEADER, listing(settings_of(runs))), "## Each run\n"]
-    lines.append(compared(runs, map(outcome, runs)))
-    for run in runs:
-        title = f": {run.name}" if len(runs) > 1 else ""
-        lines += [f"## Known troubles{title}\n", *found_in(run)]
-        for sample in happened(run, "sample")[-1:]:
-            text = textwrap.indent(str(sample["text"]), "    ", lambda line: True)
-            lines += [f"## A sample, from step {sample['step']:,}{title}\n", text, ""]
-        lines += [f"## What happened{title}\n", table(("step", "event", ""), event_rows(run))]
-    what = compared(runs, [run.facts["config"] for run in runs])
     if len(runs) == 1:
-        what = not_default(runs[0])
-    return "\n".join([*lines, "## What was run\n", what])
+        return "\n".join(lines + sections(runs[0]))
+    names = [run.name for run in runs]
+    columns = [run.facts["config"] | outcome(run) for run in runs]
+    each = table(("", *names), differences(columns))
+    return "\n".join([*lines, table(HEADER, listing(settings_of(runs))), "## Each run\n", each])
 
 
 def stem(runs):
@@ -92,47 +84,19 @@ def stem(runs):
     return "report" if len(runs) == 1 else "compare"
 
 
-def compared(runs, columns):
-    """A table of what differs among several runs, or of all of one; columns: a dict for each run."""
-    return table(("", *(run.name for run in runs)), differences([*columns]))
-
-
-def not_default(run):
-    """The command, and the knobs that do not have their defaults."""
+def sections(run):
+    """The Markdown of one run, below its curves, as lines."""
+    lines = [table(("", run.name), outcome(run).items()), "## Known troubles\n", *found_in(run)]
+    for sample in happened(run, "sample")[-1:]:
+        text = textwrap.indent(str(sample["text"]), "    ", lambda line: True)
+        lines += [f"## A sample, from step {sample['step']:,}\n", text, ""]
+    lines += ["## What happened\n", table(("step", "event", ""), event_rows(run))]
     command = shlex.join(["python", *run.facts.get("command", [])])
-    known = read_knobs(REPO / "train.py")
-    words = [
-        f"{name}={show(value)}"
-        for name, value in run.facts["config"].items()
-        if name not in known or known[name].default not in (value, "auto")
-    ]
-    return f"`{command}`\n\nNot at its default: {' '.join(words)}. [run.json](run.json) has all.\n"
-
-
-def warnings(runs):
-    """Lines on what may be taken for something that it is not."""
-    names = {}  # warning: of the runs that it is about
-    for run in runs:
-        asked = run.facts["config"].get("dataset")
-        learned = run.facts.get("name")
-        fallback = (
-            f"trained on {learned!r} INSTEAD OF {asked!r}, which was unavailable: its numbers say "
-            f"nothing about {asked!r}"
-        )
-        is_another = learned and learned == FALLBACK.get(asked)
-        is_off = run.facts.get("deterministic") is False
-        holds = {
-            fallback: is_another,
-            "`deterministic` was off; computed again, it may differ": is_off,
-            f"{run.unreadable:,} damaged line(s) are left out": run.unreadable,
-            "run.json is missing or damaged; how it ran is not known": not run.facts["config"],
-        }
-        for warning in filter(holds.get, holds):
-            names.setdefault(warning, []).append(run.name)
-    lines = [f"{', '.join(names[warning])}: {warning}." for warning in names]
-    if len({run.facts.get("fingerprint") for run in runs}) > 1:
-        lines.append("These runs trained on different data: their losses cannot be compared.")
-    return lines
+    config = run.facts["config"]
+    known = known_knobs(run.facts)
+    defaults = {name: known[name].default for name in config if name in known}
+    knobs = table(("", "default", run.name), differences([defaults, config]))
+    return [*lines, f"## What was run\n\n`{command}`\n", knobs, "[run.json](run.json) has all.\n"]
 
 
 def found_in(run):
@@ -140,9 +104,29 @@ def found_in(run):
     lines = []
     for each in troubles(run):
         lines.append(f"- **{each.title}** (`{each.name}`): {each.shows}.\n  Cure: {each.cure}")
-    if not lines:
-        return ["None that report.py knows.\n"]
-    return [*lines, "\ndocs/trouble.md has the causes, and what tells them apart.\n"]
+    return [
+        *lines,
+        "\nOf the troubles in docs/trouble.md, which has the causes, no other is found.\n",
+    ]
+
+
+def warnings(run):
+    """Lines on what may be taken for something that it is not."""
+    asked = run.facts["config"].get("dataset")
+    learned = run.facts.get("name")
+    fallback = (
+        f"trained on {learned!r} INSTEAD OF {asked!r}, which was unavailable: its numbers say "
+        f"nothing about {asked!r}"
+    )
+    is_another = (asked, learned) in FALLBACK.items()
+    is_off = run.facts.get("deterministic") is False
+    holds = {
+        fallback: is_another,
+        "`deterministic` was off; computed again, it may differ": is_off,
+        f"{run.unreadable:,} damaged line(s) are left out": run.unreadable,
+        "run.json is missing or damaged; how it ran is not known": not run.facts["config"],
+    }
+    return [f"{run.name}: {warning}." for warning in filter(holds.get, holds)]
 
 
 def event_rows(run):
@@ -163,28 +147,17 @@ def event_rows(run):
         elif name == "resume_checked":
             details = resume_words(event, changed)
         else:
+            seconds = {kind: round(each, 1) for kind, each in event.get("seconds", {}).items()}
             details = "; ".join(
-                textwrap.shorten(f"{key} {rounded(value)}", 200)
-                for key, value in event.items()
+                textwrap.shorten(f"{key} {value}", 200)
+                for key, value in (event | seconds).items()
                 if key not in TOLD_ELSEWHERE and value is not None
             )
         rows.append((f"{event['step']:,}", name.replace("_", " "), details))
     return rows
 
 
-def rounded(value):
-    """Seconds by kind in words; any other value as it is."""
-    if isinstance(value, dict):
-        return ", ".join(f"{kind} {seconds:.1f}" for kind, seconds in value.items())
-    return value
-
-
 # ---- files ---------------------------------------------------------------------------------------
-
-
-def write(path, text):
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="replace")
 
 
 def write_reports(runs):
@@ -221,14 +194,9 @@ def read_runs(folders):
         try:
             runs.append(read_run(folder))
         except BadInput as error:
-            if len(folders) == 1:
+            if not runs and folder == folders[-1]:
                 raise
             print0(f"left out: {error}")
-    if not runs:
-        fail("none of these folders holds a run")
-    if len({run.name for run in runs}) < len(runs):
-        for run in runs:
-            run.name = str(run.folder)
     if len(runs) > 1:
         name_runs(runs)
     return runs
@@ -238,25 +206,18 @@ def print_settings(runs):
     """Print the results of several runs, and return the runs in their order, best first."""
     settings = settings_of(runs)
     print0(fitted(HEADER, listing(settings)), end="")
-    print0(f"best: {shown(settings[0][0].folder)}")
-    for line in edges(settings):
-        print0(line)
+    print_wrapped("\n".join([f"best: {shown(settings[0][0].folder)}", *edges(settings)]))
     return [run for setting in settings for run in setting]
 
 
 def print_summary(runs):
-    """Print the knobs that differ and that names do not hold, and what may be wrong."""
-    lines = []
-    if len(runs) > 1:
-        for name, *values in differences([run.knobs for run in runs]):
-            if f"{name}=" not in runs[0].name:
-                lines.append(f"{name}: {', '.join(map(show, values))}")
-    lines += warnings(runs)
+    """Print the knobs that differ, if the names do not hold them, and what may be wrong."""
+    lines = [f"{run.name}: {run.words}" for run in runs if run.words not in ("", run.name)]
     for run in runs:
         before = f"{run.name}: " if len(runs) > 1 else ""
+        lines += warnings(run)
         lines += [f"{before}{each.title}: {each.shows}" for each in troubles(run)]
-    for line in lines:
-        print0(textwrap.fill(line, line_width(WIDTH), subsequent_indent="  "))
+    print_wrapped("\n".join(lines))
 
 
 def main(argv=None):

@@ -14,9 +14,17 @@ from string import Template
 import numpy as np
 
 from plumbing.fields import FIELDS
-from reporting import results
 from reporting.record import smooth
-from reporting.results import edges, happened, listing, settings_of
+from reporting.results import (
+    best_of,
+    edges,
+    happened,
+    listing,
+    metric_of,
+    new_fields,
+    outcome,
+    settings_of,
+)
 
 STYLE = Path(__file__).with_name("picture.mplstyle")
 TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -39,8 +47,8 @@ EVENTS = {
 }
 LOOKS = {  # of a line in matplotlib
     "thin": {"lw": 0.8, "alpha": 0.6},
-    "mean": {"lw": 1.7},
-    "dots": {"lw": 1.7, "zorder": 4},
+    "mean": {"lw": 1.0},
+    "dots": {"lw": 2.0, "zorder": 4},
     "limit": {"lw": 1.2},
     "best": {
         "ls": "",
@@ -52,8 +60,7 @@ LOOKS = {  # of a line in matplotlib
     },
     "event": {"lw": 0.9, "ls": (0, (4, 3)), "zorder": 1},
 }
-COMPARED = {"mean": "mean", "dots": "dots"}  # looks in a comparison
-DASHES = ("-", "--", ":", "-.")  # of the first len(COLOURS) runs, of the next ones, and so on
+DASHES = ("-", "--", ":", "-.")  # of the first len(COLOURS) settings, of the next ones, and so on
 MAX_POINTS = 2000  # of a curve; a longer one is thinned
 MAX_DOTS = 40  # points of a curve that are marked: a single one would be invisible as a line
 AXES = {
@@ -131,32 +138,29 @@ def panels_of(runs):
     if len(runs) == 1:
         return panels_of_one(runs[0])
     settings = settings_of(runs)
-    rows = listing(settings)
-    colours = list(dict.fromkeys(run.setting for run, *_ in settings))  # the place is the colour
     panels = {}
-    for setting, (name, result, *_) in zip(settings, rows, strict=True):
-        for run in setting:
-            dash, colour = divmod(colours.index(run.setting), len(COLOURS))
+    for place, (name, result, *_) in enumerate(listing(settings)):
+        dash, colour = divmod(place, len(COLOURS))
+        for run in settings[place]:
             own = {
                 "key": f"{name}: {result}",
-                "name": run.name,
                 "colour": list(COLOURS)[colour],
                 "dash": dash % len(DASHES),
                 "run": runs.index(run),
+                "name": run.name,
             }
             for panel in panels_of_one(run):
                 shared = panels.setdefault(panel.field, replace(panel, curves=[]))
-                looks = COMPARED | {"mean": "thin"} if panel.field == "loss" else COMPARED
                 for curve in panel.curves:
-                    if look := looks.get(curve.look):
-                        shared.curves.append(replace(curve, look=look, **own))
+                    if curve.look in ("mean", "dots"):
+                        shared.curves.append(replace(curve, **own))
     return list(panels.values())
 
 
 def panels_of_one(run):
     """The loss, and the fields that have numbers, with the events of the run."""
     fields = [field for field in FIELDS.values() if field.plot]
-    fields += [field for field, _ in results.new_fields(run)]
+    fields += [field for field, _ in new_fields(run)]
     events = events_of(run)
     panels = []
     for field in fields:
@@ -179,9 +183,10 @@ def curves_of(field, run):
     ]
     if field.name == "loss":
         scores = evaluations(run, FIELDS["val_loss"])
-        is_best = scores.x == results.best_of(run)[1]
-        best = results.best_in_words(run)
-        star = Curve(best, best, "vermilion", "best", scores.x[is_best], scores.y[is_best])
+        best, step = best_of(run)
+        is_best = scores.x == step
+        words = f"best {metric_of(run)[2]} {best:,.4f}"
+        star = Curve(words, words, "vermilion", "best", scores.x[is_best], scores.y[is_best])
         curves += [scores, star]
     clip = run.facts.get("grad_clip")
     if field.name == "grad_norm" and clip:
@@ -255,7 +260,8 @@ def picture(runs, axis="step"):
             x = np.interp(curve.x, place["step"], place[axis])
             looks = {"color": COLOURS[curve.colour], "ls": DASHES[curve.dash], **LOOKS[curve.look]}
             if curve.look == "event":
-                ax.vlines(x, 0, 1, transform=ax.get_xaxis_transform(), **looks)
+                for each in x:
+                    ax.axvline(each, **looks)
             else:
                 marker = "o" if len(x) <= MAX_DOTS else ""
                 ax.plot(x, curve.y, **{"marker": marker, "markersize": 3.5} | looks)
@@ -276,7 +282,7 @@ def title_of(runs):
 def heading(runs):
     """Lines above the panels: how a run went, and how good it is; of several, where the best is."""
     if len(runs) == 1:
-        facts = [f"{what} {value}" for what, value in results.outcome(runs[0]).items()]
+        facts = [f"{what} {value}" for what, value in outcome(runs[0]).items()]
         return ["; ".join(facts[:6])]
     thin = f"Thick: validation. Thin: training, mean of {2 * runs[0].half + 1:,} steps."
     return [*edges(settings_of(runs)), thin]
@@ -284,13 +290,11 @@ def heading(runs):
 
 def draw_axes(ax, panel, last):
     """last: the right end of the horizontal axis."""
-    from matplotlib.ticker import EngFormatter, LogLocator
+    from matplotlib.ticker import EngFormatter
 
     low, high, is_log = panel.limits().values()
     if is_log:
         ax.set_yscale("log")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
-        ax.minorticks_off()
     ax.set(xlim=(-0.01 * last, 1.01 * last), ylim=(low, high))
     for axis, largest in ((ax.xaxis, last), (ax.yaxis, high)):
         axis.set_major_formatter(EngFormatter(sep="") if largest >= 1e4 else "{x:g}")

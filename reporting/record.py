@@ -16,7 +16,6 @@ from plumbing.log import read_rows, standing, whole_lines
 # Dicts of run.json; of a name in several of them, the later one counts
 PARTS = ("data", "config", "git", "versions", "hardware", "run")
 COUNTED = {"max_steps", "patience", "min_delta"}  # `free`, and yet a result depends on them
-RESOLVED = {"decay_steps", "warmup_steps"}  # by max_steps, unless they are typed
 
 
 @dataclass(eq=False)
@@ -31,8 +30,10 @@ class Record:
     evals: dict  # the same, with one number per evaluation
     events: list  # rows as they are, in the order of the file; only those that stand
     unreadable: int  # damaged lines of metrics.jsonl
-    half: int  # steps on either side over which its curves are smoothed
-    setting: str = ""  # its knobs but the seed that differ in a comparison, in words
+    half: int  # steps on either side over which its curves are smoothed: a hundredth of the run
+    words: str = ""  # its knobs that differ in a comparison, the seed last
+    setting: str = ""  # the same without the seed
+    is_other: bool = False  # in a comparison: its results cannot be compared with most
 
     def fact(self, name: str) -> float:
         """A number among the facts, such as fact("grad_clip"); NaN if there is none."""
@@ -64,34 +65,36 @@ def read_run(folder: str | Path) -> Record:
         evals=columns(rows, "eval"),
         events=[row for row in rows if row["kind"] == "event"],
         unreadable=unreadable,
-        half=half_window(train["step"]),
+        half=max(1, len(train["step"]) // 100),
     )
 
 
 def knobs_of(facts: dict) -> dict:
     """The script and the knobs on which a result depends, the seed last. What max_steps has resolved
-    has the value that was written."""
-    policies = {name: knob.policy for name, knob in read_knobs(REPO / "train.py").items()}
-    for name, fields in facts.get("added_knobs", {}).items():
-        policies[name] = Knob(**fields).policy
+    has the value that was written, so that runs of other lengths differ in one knob."""
     values = {"script": facts.get("script", "train.py").split()[0], **facts["config"]}
-    values |= {name: was for name, was in facts.get("written", {}).items() if name in RESOLVED}
+    steps = values.get("max_steps", 0)
+    longest = facts.get("written", {}).get("warmup_steps", 0)
+    if values.get("decay_steps") == steps:
+        values["decay_steps"] = 0
+    if values.get("warmup_steps") == steps // 10 < longest:
+        values["warmup_steps"] = longest
+    free = {name for name, knob in known_knobs(facts).items() if knob.policy == "free"}
     names = sorted(values, key="seed".__eq__)
-    return {name: values[name] for name in names if name in COUNTED or policies.get(name) != "free"}
+    return {name: values[name] for name in names if name not in free - COUNTED}
+
+
+def known_knobs(facts: dict) -> dict[str, Knob]:
+    """The knobs of train.py, and those that the script of a run has added."""
+    added = {name: Knob(**fields) for name, fields in facts.get("added_knobs", {}).items()}
+    return read_knobs(REPO / "train.py") | added
 
 
 def columns(rows: list[dict], kind: str) -> dict[str, np.ndarray]:
-    """{field: array} by increasing step; of two rows of the same step the later one counts."""
-    by_step = {row["step"]: row for row in rows if row["kind"] == kind}
-    rows = [by_step[step] for step in sorted(by_step)]
-    others = set().union(*rows) - FIELDS.keys()
-    names = [*numbers_of(kind), *sorted(others)]
+    """{field: array with a number for each row of this kind}; NaN where a row has none."""
+    rows = [row for row in rows if row["kind"] == kind]
+    names = sorted(FIELDS.keys() | set().union(*rows))
     return {name: np.array([number_of(row.get(name)) for row in rows]) for name in names}
-
-
-def numbers_of(kind: str) -> list[str]:
-    """The names of the numbers in a row of kind "train" or "eval"; `step` is the first."""
-    return [field.name for field in FIELDS.values() if field.kind in (kind, "both")]
 
 
 def is_running(run: Record) -> bool:
@@ -128,11 +131,6 @@ def last(values) -> float:
     return mean(values[-1:])
 
 
-def half_window(values) -> int:
-    """Steps on either side over which a curve is smoothed: a hundredth of the run."""
-    return max(1, len(values) // 100)
-
-
 def smooth(values, half: int):
     """Mean over `half` neighbours on either side; at the start, as many on the right as on the
     left."""
@@ -143,7 +141,3 @@ def smooth(values, half: int):
     first = i - reach
     end = np.minimum(i + reach + 1, len(values))
     return (total[end] - total[first]) / (count[end] - count[first])
-
-
-def last_step(run: Record) -> int:
-    return int(run.train["step"].max(initial=0))

@@ -7,18 +7,18 @@ import math
 import os
 from collections import Counter
 from contextlib import suppress
-from statistics import mode
+from statistics import median_low, mode
 
 import numpy as np
 
-from plumbing.cli import line_width, show
+from plumbing.cli import line_width, printable, show
 from plumbing.console import duration, shown
 from plumbing.fields import FIELDS, Field
+from plumbing.files import replacing
 from reporting.record import (
     is_running,
     known,
     last,
-    last_step,
     mean,
     median,
 )
@@ -33,7 +33,8 @@ def happened(run, *events):
 
 def ended(run):
     """How a run ended, in a few words, and at which step; of one that goes on, what is left."""
-    step = f"at step {last_step(run):,}"
+    now = int(run.train["step"].max(initial=0))
+    step = f"at step {now:,}"
     for row in happened(run, "resume", "end")[-1:]:
         if row["event"] == "end":
             how = str(row.get("ended")).split(". ")[0]
@@ -41,7 +42,7 @@ def ended(run):
     if not is_running(run):
         return f"no end on record (killed), {step}"
     total = run.fact("max_steps")
-    seconds = (total - last_step(run)) * median(run.train["step_ms"]) / 1000
+    seconds = (total - now) * median(run.train["step_ms"]) / 1000
     if seconds >= 0:
         step += f" of {total:,.0f}, {duration(seconds)} left"
     return f"running, {step}"
@@ -63,21 +64,14 @@ def best_of(run):
     return sign * scores[best], int(steps[best])
 
 
-def best_in_words(run):
-    best, _ = best_of(run)
-    if not math.isfinite(best):
-        return "no evaluation"
-    return f"best {metric_of(run)[2]} {best:,.4f}"
-
-
 def new_fields(run):
     """[(Field, values)] of the numbers that only a fork of train.py writes."""
-    found = []
-    for kind, table in (("train", run.train), ("eval", run.evals)):
-        for name, values in table.items():
-            if name not in FIELDS and not name.startswith("best_"):
-                found.append((Field(name, kind, plot=name), values))
-    return found
+    return [
+        (Field(name, kind, plot=name), values)
+        for kind, table in (("train", run.train), ("eval", run.evals))
+        for name, values in table.items()
+        if name not in FIELDS and not name.startswith("best_")
+    ]
 
 
 def resumes(run):
@@ -89,10 +83,8 @@ def time_spent(run):
     """(seconds of all processes, "at least " if one of them recorded none: it was killed, or is
     running, and took at least its steps)."""
     recorded = [sum(row["seconds"].values()) for row in happened(run, "end") if "seconds" in row]
-    if len(recorded) > resumes(run):
-        return sum(recorded), ""
-    steps = known(run.train["step_ms"]).sum() / 1000
-    return max(sum(recorded), steps), "at least "
+    least = "" if len(recorded) > resumes(run) else "at least "
+    return max(sum(recorded), known(run.train["step_ms"]).sum() / 1000), least
 
 
 def outcome(run):
@@ -100,44 +92,40 @@ def outcome(run):
     seconds, least = time_spent(run)
     devices = max(1, np.nan_to_num(run.fact("world_size")))
     hours = devices * seconds / 3600
-    numbers = losses(run) + costs(run)
+    numbers = numbers_of(run)
     for field, values in new_fields(run):
         numbers.append((f"last {field.name}", last(known(values)), "{:,.4g}"))
     numbers.append(("device-hours", hours, least + "{:,.3f}"))
     with suppress(KeyError, ValueError):  # no price, or no number
         price = float(os.environ["DOLLARS_PER_HOUR"])
         numbers.append((f"cost at ${price:g} an hour", price * hours, least + "${:,.2f}"))
-    found = {"how it ended": ended(run), "wall time, start included": least + duration(seconds)}
-    found["device"] = run.facts.get("device", "unknown")
+    found = {
+        "how it ended": ended(run),
+        "wall time, start included": least + duration(seconds),
+        "device": run.facts.get("device", "unknown"),
+    }
     for what, value, form in numbers:
         if math.isfinite(value):
             found[what] = form.format(value)
     return found
 
 
-def losses(run):
-    """[(what, number, format)] of what was learned."""
+def numbers_of(run):
+    """[(what, number, format)] of what was learned, of what the steps cost, and of events."""
+    t = run.train
     evals = run.evals
     best, best_step = best_of(run)
     at_best = evals["step"] == best_step
     count = 2 * run.half + 1
-    training = run.train["loss"][-count:]
+    speed = 1 / mean(1 / t["tokens_per_sec"])  # over time, as steps do as much each
     return [
         ("parameters", run.fact("parameters"), "{:,.0f}"),
-        ("tokens trained on", last(run.train["tokens"]), "{:,.0f}"),
+        ("tokens trained on", last(t["tokens"]), "{:,.0f}"),
         (f"best {metric_of(run)[2]}", best, f"{{:,.4f}} at step {best_step:,}"),
         ("last validation loss", last(evals["val_loss"]), "{:,.4f}"),
         ("bits per byte at the best", mean(evals["val_bpb"][at_best]), "{:.4f}"),
         ("accuracy at the best", mean(evals["val_accuracy"][at_best]), "{:.2%}"),
-        ("mean training loss", mean(training), f"{{:,.4f}} in the last {count:,} steps"),
-    ]
-
-
-def costs(run):
-    """[(what, number, format)] of what the steps cost, and of events."""
-    t = run.train
-    speed = 1 / mean(1 / t["tokens_per_sec"])  # over time, as steps do as much each
-    return [
+        ("mean training loss", mean(t["loss"][-count:]), f"{{:,.4f}} in the last {count:,} steps"),
         ("epochs", last(t["epoch"]), "{:,.2f}"),
         ("throughput, tokens/s", speed, "{:,.0f}"),
         ("median step, ms", median(t["step_ms"]), "{:,.1f}"),
@@ -155,65 +143,62 @@ def costs(run):
 
 
 def differences(columns):
-    """[(what, its value in each column)] of what differs among several dicts, or of one whole."""
+    """[(what, its value in each column)] of what differs among several dicts."""
     rows = []
     for what in dict.fromkeys(name for column in columns for name in column):
         values = [column.get(what, "n/a") for column in columns]
-        if len(columns) == 1 or len(set(values)) > 1:
+        if len(set(values)) > 1:
             rows.append((what, *values))
     return rows
 
 
 def name_runs(runs):
     """Name each of several runs by the knobs that differ, the seed last; by its folder if that is
-    not longer. A second run of the same knobs is another setting. All curves get one window."""
-    half = int(np.median([run.half for run in runs]))
-    rows = differences([run.knobs for run in runs])
-    seen = Counter()
-    names = {}
-    for i, run in sorted(enumerate(runs), key=lambda pair: not is_whole(pair[1])):
-        words = "".join(f" {knob}={show(values[i])}" for knob, *values in rows)
-        seen[words] += 1
-        number = f" #{seen[words]}" if seen[words] > 1 else ""
-        run.half = half
-        run.setting = f"{words.partition(' seed=')[0]}{number}".strip()
-        names[i] = f"{words}{number}".strip()
-    if rows and max(map(len, names.values())) < max(len(run.name) for run in runs):
-        for i, run in enumerate(runs):
-            run.name = names[i]
-
-
-def settings_of(runs):
-    """The runs of each setting, a list of lists, best first: whole runs together, and any other run
-    alone. Those that cannot be compared with most of the runs are last."""
-    groups = {}
-    for run in runs:
-        key = alike(run) if is_whole(run) else run.folder
-        groups.setdefault(key, []).append(run)
+    not longer, and no other's name. All curves get one window."""
+    half = median_low(run.half for run in runs)
     usual = mode(map(terms, runs))
-    _, sign, _ = metric_of(runs[0])
-
-    def rank(setting):
-        return terms(setting[0]) != usual, sign * np.mean(results(setting))
-
-    return sorted(groups.values(), key=rank)
-
-
-def is_whole(run):
-    """Whether a run came to its end with the knobs that it began with."""
-    changed = {knob for row in happened(run, "resume") for knob in row.get("changed", {})}
-    is_done = ended(run).startswith(("finished", "stopped early"))
-    return is_done and not changed & run.knobs.keys()
-
-
-def alike(run):
-    """What runs that make one mean have in common."""
-    return run.setting, terms(run), run.fact("patience") > 0 or last_step(run)
+    rows = differences([run.knobs for run in runs])
+    for i, run in enumerate(runs):
+        words = "".join(f" {knob}={show(values[i])}" for knob, *values in rows)
+        run.words = words.strip()
+        run.setting = words.partition(" seed=")[0].strip()
+        run.is_other = terms(run) != usual
+        run.half = half
+    folders = {run.name for run in runs}
+    longest = max(len(run.words) for run in runs)
+    if rows and (longest < max(map(len, folders)) or len(folders) < len(runs)):
+        for run in runs:
+            run.name = run.words
 
 
 def terms(run):
     """What must be equal for results to be compared."""
     return tuple(run.facts.get(name) for name in ("fingerprint", "eval_tokens", "best_metric"))
+
+
+def settings_of(runs):
+    """The runs of each setting, a list of lists, best first: whole runs together, each seed once,
+    and any other run alone. Those that cannot be compared with most of the runs are last."""
+    seen = Counter()
+    settings = {}
+    for run in runs:
+        key = run.setting, terms(run), is_whole(run) or run.folder
+        seed = run.knobs.get("seed")
+        seen[key, seed] += 1
+        settings.setdefault((key, seen[key, seed]), []).append(run)
+    _, sign, _ = metric_of(runs[0])
+
+    def rank(setting):
+        return setting[0].is_other, sign * np.mean(results(setting))
+
+    return sorted(settings.values(), key=rank)
+
+
+def is_whole(run):
+    """Whether a run came to its end with the knobs that it began with."""
+    resumed = happened(run, "resume")
+    is_changed = any(run.knobs.keys() & row.get("changed", {}) for row in resumed)
+    return ended(run).startswith(("finished", "stopped early")) and not is_changed
 
 
 def results(setting):
@@ -226,15 +211,16 @@ def listing(settings):
     for setting in settings:
         run = setting[0]
         name = run.name
-        result = f"{np.mean(results(setting)):,.4f}".replace("inf", "no evaluation")
+        found = results(setting)
+        result = f"{np.mean(found):,.4f}".replace("inf", "no evaluation")
         if len(setting) > 1:
             name = run.setting or "all seeds"
-            result += f" ± {np.std(results(setting), ddof=1):.4f} (n={len(setting)})"
+            result += f" ± {np.std(found, ddof=1):.4f} (n={len(found)})"
         notes = [*dict.fromkeys(map(ended, setting))]
         code = {file for each in setting for file in each.facts.get("code", {}).items()}
         if len(code) > len(dict(code)):
             notes.append("code differs")
-        if terms(run) != terms(settings[0][0]):
+        if run.is_other:
             notes.append("other data, eval_tokens or best_metric")
         speed = outcome(run).get("throughput, tokens/s", "n/a")
         rows.append((name, result, "; ".join(notes), speed, shown(run.folder)))
@@ -244,22 +230,26 @@ def listing(settings):
 def edges(settings):
     """Lines: of which knobs the best setting has the highest or the lowest value that was tried, of
     the same optimizer, schedule and whatever else is a word."""
-    usual = terms(settings[0][0])
-    ranked = [run.knobs for run, *_ in settings if terms(run) == usual and is_whole(run)]
-    for best in ranked[:1]:
-        words = {pair for pair in best.items() if isinstance(pair[1], str)}
-        ranked = [each for each in ranked if words <= each.items()]
     lines = []
-    for knob, best, *others in differences(ranked):
-        tried = {value for value in (best, *others) if isinstance(value, int | float)}
-        ends = {min(tried, default=0): "lowest", max(tried, default=0): "highest"}
-        if knob != "seed" and len(tried) > 2 and best in ends:
-            edge = f"the {ends[best]} of {len(tried)} tried: the best may lie beyond it"
-            lines.append(f"{knob}={show(best)} is the best, and {edge}")
+    ranked = [run.knobs for run, *_ in settings if is_whole(run) and not run.is_other]
+    best = ranked[0] if ranked else {}
+    words = {pair for pair in best.items() if isinstance(pair[1], str)}
+    for knob, value in best.items():
+        tried = {each.get(knob, value) for each in ranked if words <= each.items()}
+        if len(tried) > 2 and value in (min(tried), max(tried)) and knob != "seed":
+            end = "lowest" if value == min(tried) else "highest"
+            edge = f"the {end} of {len(tried)} tried: the best may lie beyond it"
+            lines.append(f"{knob}={show(value)} is the best, and {edge}")
     return lines
 
 
-# ---- tables --------------------------------------------------------------------------------------
+# ---- tables and files ----------------------------------------------------------------------------
+
+
+def write(path, text):
+    """Replace the file by a text without what could type into a terminal."""
+    with replacing(path) as temporary:
+        temporary.write_text(printable(text), encoding="utf-8", errors="replace")
 
 
 def fitted(header, rows):

@@ -10,12 +10,11 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from plumbing import ranks
-from plumbing.cli import BadInput, printable
+from plumbing.cli import BadInput
 from plumbing.console import print0
 from plumbing.data import tokenizer_of
-from plumbing.files import replacing
 from plumbing.snapshot import Snapshot, by_path
-from reporting.results import table
+from reporting.results import table, write
 
 START, END = "at its start:", "after it:"  # before the names of what a step reads and moves
 MAX_SEQUENCES = 64  # on the page; those of the highest loss
@@ -120,8 +119,7 @@ def write_step_page(folder: Path, step: int, verdict: str, seen: dict) -> None:
         "## Norms of weights, of gradients after clipping, and of updates",
         table(("tensor", "weight", "gradient", "update", "update / weight"), norms(trace)),
     ]
-    with replacing(path) as temporary:
-        temporary.write_text(printable("\n\n".join(out)), encoding="utf-8")
+    write(path, "\n\n".join(out))
     print0("\n".join((verdict, finite, lines[0], f"wrote {path}")))
 
 

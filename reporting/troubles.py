@@ -201,29 +201,21 @@ def out_of_memory(run):
     return ended(run) if "out of memory" in ended(run) else None
 
 
-def parts_of(run, field, count):
-    """The numbers of a field in equal parts of a run; if it is short, all are NaN."""
-    values = run.train[field]
-    if len(values) < 40:
-        values = np.full(count, math.nan)
-    return np.array_split(values, count)
-
-
 def memory_grows(run):
     """A staircase: a peak that keeps rising long after all that a step needs was allocated."""
-    parts = parts_of(run, "mem_gb", 6)[1:]
-    peaks = [mean(part, np.max) for part in parts]
+    parts = np.array_split(run.train["mem_gb"], 6)
+    peaks = [mean(part, np.max) for part in parts[1:]]
     was = peaks[0]
     now = peaks[-1]
     rises = np.count_nonzero(np.diff(peaks) > 0.01 * was)
-    if rises >= 3 and now > 1.15 * was:
+    if rises >= 3 and now > 1.15 * was and len(run.train["step"]) >= 40:
         return f"the peak is {was:.2f} GB after a third of the run, {now:.2f} GB at its end"
     return None
 
 
 def throughput_falls(run):
-    was, *_, now = map(median, parts_of(run, "tokens_per_sec", 4))
-    if now < 0.85 * was:
+    was, *_, now = map(median, np.array_split(run.train["tokens_per_sec"], 4))
+    if now < 0.85 * was and len(run.train["step"]) >= 40:
         return f"{was:,.0f} tokens/s in the first quarter of the run, {now:,.0f} in the last"
     return None
 
