@@ -267,7 +267,7 @@ def picture(runs, axis="step"):
                 ax.plot(x, curve.y, **{"marker": marker, "markersize": 3.5} | looks)
             lines[curve.key] = Line2D([], [], **looks)
         draw_axes(ax, panel, last)
-    columns = 150 // max(map(len, [*lines, 40 * " "]))
+    columns = 140 // max(map(len, [*lines, 40 * " "]))
     fig.legend(lines.values(), lines.keys(), loc="outside lower left", ncols=columns)
     words = [title_of(runs), *heading(runs)]
     above = "\n".join(textwrap.fill(line, 125) for line in words)
