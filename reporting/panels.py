@@ -125,7 +125,7 @@ class Panel:
             return {"low": low / 1.2, "high": high * 1.2, "is_log": True}
         if not self.field.startswith(("loss", "val_")):
             low = min(low, 0.0)
-        pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+        pad = 0.05 * (high - low) or 1.0
         return {"low": low - pad if low else low, "high": high + pad, "is_log": False}
 
 
@@ -304,8 +304,8 @@ def page(runs, text, refresh=0, axis="step"):
     """report.html, a str: one file that needs no network and no server. text: Markdown, for below
     the curves. axis: step, tokens or time. refresh: seconds until an open page reloads; 0 = never."""
     panels = [asdict(panel) | panel.limits() for panel in panels_of(runs)]
-    places = list(map(places_of, runs))
-    data = {"refresh": refresh, "axis": axis, "axes": AXES, "runs": places, "panels": panels}
+    data = {"refresh": refresh, "axis": axis, "axes": AXES, "panels": panels}
+    data["runs"] = list(map(places_of, runs))
     return TEMPLATE.substitute(
         TITLE=escape(title_of(runs)),
         # "<" ends no <script>

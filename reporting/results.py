@@ -56,9 +56,9 @@ def metric_of(run):
 
 
 def best_of(run):
-    """(value, step) of the best evaluation ; an infinite one at 0 if there is none."""
+    """(value, step) of the best evaluation; an infinite one at 0 if there is none."""
     field, sign, _ = metric_of(run)
-    scores = np.append(sign * run.evals.get(field, np.array([])), math.inf)
+    scores = np.append(sign * run.evals.get(field, []), math.inf)
     steps = np.append(run.evals["step"], 0)
     best = np.nanargmin(scores)
     return sign * scores[best], int(steps[best])
@@ -90,8 +90,7 @@ def time_spent(run):
 def outcome(run):
     """{what: the result in words}, in order. What is unknown is left out."""
     seconds, least = time_spent(run)
-    devices = max(1, np.nan_to_num(run.fact("world_size")))
-    hours = devices * seconds / 3600
+    hours = run.facts.get("world_size", 1) * seconds / 3600
     numbers = numbers_of(run)
     for field, values in new_fields(run):
         numbers.append((f"last {field.name}", last(known(values)), "{:,.4g}"))

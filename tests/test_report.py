@@ -297,18 +297,19 @@ def test_a_folder_of_runs_is_listed(command, tmp_path):
 FLAGS = "run,n_layer=2,n_head=2,batch_size=8,warmup_steps=5"  # of all runs of a sweep
 
 
-def swept(folder, rate, seed, loss, steps=40, ended="finished", resume=(), more="", **info):
+def swept(
+    folder, rate, seed, loss, steps=40, ended="finished", resume=(), more="", warmup=0, **info
+):
     """The folder of a run of a sweep."""
     rows = [*falling(steps), evaluation(steps, loss), *resume, event(steps, "end", ended=ended)]
     config = {"peak_lr": rate, "seed": seed, "max_steps": steps, "decay_steps": steps}
-    run = {"written": {"decay_steps": 0}, "code": {"model.py": "a"}} | info
+    config["warmup_steps"] = warmup or steps // 10  # typed, or as max_steps resolves it
+    run = {"written": {"warmup_steps": 100}, "code": {"model.py": "a"}} | info
     folder = folder / f"{FLAGS},peak_lr={rate},seed={seed}{more}"
     return write_run(folder, rows, config=config, run=run)
 
 
-def test_runs_are_called_by_what_differs_and_their_seeds_make_one_row(
-    tmp_path, command, monkeypatch
-):
+def test_runs_are_called_by_what_differs_and_seeds_are_one_row(tmp_path, command, monkeypatch):
     for i, rate in enumerate((1e-3, 3e-3, 1e-2)):
         for seed in (1, 2, 3):
             swept(tmp_path, rate, seed, 3 - i + 0.1 * seed)
@@ -329,13 +330,13 @@ def test_runs_are_called_by_what_differs_and_their_seeds_make_one_row(
         "peak_lr=0.003 max_steps=40 seed=1": "2.4000",
         "peak_lr=0.001 max_steps=40": "3.2000 ± 0.1000 (n=3)",
     }
-    assert [name for name, row in rows.items() if "code differs" in row[1]] == [
-        "peak_lr=0.001 max_steps=40"
-    ]
+    assert [each[0][:6] for each in rows.values() if "code differs" in each[1]] == ["3.2000"]
     assert table[-1].startswith("peak_lr=0.01 is the best, and the highest of 3 tried")
     monkeypatch.setattr(results, "line_width", lambda: 80)
     lines = command(tmp_path).stdout.splitlines()
     assert max(map(len, lines[:9])) <= 80 and lines[2].startswith("| peak_lr=0.003 max_steps=40 s")
+    typed = [swept(tmp_path, 1e-3, 1, 2.0, more=f",{i}", warmup=i) for i in (4, 5)]
+    assert [run.name for run in report.read_runs(typed)] == ["warmup_steps=100", "warmup_steps=5"]
 
 
 # ---- the picture and the page --------------------------------------------------------------------
@@ -416,9 +417,8 @@ def test_no_two_of_many_runs_look_alike(tmp_path):
 
 
 def test_seeds_share_a_colour_and_a_whole_legend_names_each_setting(tmp_path):
-    folders = []
-    for rate in (1e-3, 3e-3, 1e-2, 3e-2):
-        folders += [swept(tmp_path, rate, seed, 1.5 + 10 * rate) for seed in (1, 2)]
+    rates = (0.001, 0.003, 0.01, 0.03)
+    folders = [swept(tmp_path, rate, seed, 1.5 + 10 * rate) for rate in rates for seed in (1, 2)]
     runs = report.read_runs(folders)
     figure = panels.picture(runs, panels.axis_of(runs))
     assert figure.axes[0].get_xlabel() == "step"
@@ -426,9 +426,7 @@ def test_seeds_share_a_colour_and_a_whole_legend_names_each_setting(tmp_path):
     (legend,) = figure.legends
     assert 0 <= legend.get_window_extent().x0 and legend.get_window_extent().x1 <= figure.bbox.x1
     words = [text.get_text() for text in legend.texts]
-    assert words == [
-        f"peak_lr={r}: {1.5 + 10 * r:.4f} ± 0.0000 (n=2)" for r in (0.001, 0.003, 0.01, 0.03)
-    ]
+    assert words == [f"peak_lr={r}: {1.5 + 10 * r:.4f} ± 0.0000 (n=2)" for r in rates]
     colours = [line.get_color() for line in figure.axes[0].lines]
     assert colours == [colour for colour in list(panels.COLOURS.values())[:4] for _ in range(4)]
     runs[0].setting += " batch_size=16"  # a step is not the same any more
@@ -670,10 +668,7 @@ def test_every_trouble_has_a_detector_and_a_section_that_says_all_of_it():
         assert cure and "\n" not in cure and "](" not in cure
 
 
-def test_a_report_at_step_0_warns_of_nothing(run_train):
-    done = run_train("run", "--max_steps=3")
-    log = done.out_dir / "metrics.jsonl"
-    first, *_ = [line for line in log.read_text().splitlines(True) if '"eval"' in line]
-    log.write_text(first)
-    report = run_python("-W", "error", "report.py", done.out_dir)
-    assert (report.returncode, report.stderr) == (0, "")
+def test_a_report_at_step_0_warns_of_nothing(tmp_path):
+    folder = write_run(tmp_path / "run", [evaluation(0, 4.2)])
+    done = run_python("-W", "error", "report.py", folder)
+    assert (done.returncode, done.stderr) == (0, "")
