@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from plumbing.cli import RunFailed, knobs_of_tools
+from plumbing.cli import BadInput, RunFailed, knobs_of_tools
 from plumbing.console import REPO
 from plumbing.data import end_with_parent
 from plumbing.files import digest_of, read_json
@@ -75,7 +75,8 @@ def output_of(command, cwd=None):
 def watched(command, cwd=None):
     """([(seconds since the start, line), ...], the peak of memory in KiB): what Python prints when it
     runs `command` in a session of its own: Ctrl-C reaches only this process, which ends the other.
-    On Linux it ends with this process, however that ends. Raises RunFailed."""
+    On Linux it ends with this process, however that ends. Raises RunFailed, or BadInput where the
+    process has named that in a line of its own."""
     began = time.perf_counter()
     command = [sys.executable, "-u", *map(str, command)]
     process = subprocess.Popen(
@@ -93,5 +94,6 @@ def watched(command, cwd=None):
         process.kill()
     if status:
         printed = "".join(line for _, line in lines)
-        raise RunFailed(f"{' '.join(command)[-400:]} ended with\n{printed[-2000:]}")
+        kind = BadInput if os.waitstatus_to_exitcode(status) == 2 else RunFailed
+        raise kind(f"{' '.join(command)[-400:]} ended with\n{printed[-2000:]}")
     return [*lines, (time.perf_counter() - began, "")], usage.ru_maxrss
