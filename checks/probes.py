@@ -67,6 +67,12 @@ USED_BY = {
     "dataset": (),
     "init_from": (),
 }
+SERVES = {  # function and its module: the heading of its knobs
+    ("build_model", "model"): "The model",
+    ("open_dataset", "train"): "The model",
+    ("configure_optimizers", "optim"): "The optimizer",
+    ("lr_at", "train"): "The learning rate",
+}
 THRESHOLDS = {"grad_clip", "plateau_factor", "plateau_patience"}
 
 
@@ -408,13 +414,15 @@ def decisions(scores):
 
 def knob_check(job):
     """Does each knob that is not at its default, and not free, change some number against the
-    default? What a schedule or an optimizer does not use is left out; what only acts past a
-    threshold is a warning."""
+    default? What a schedule, an optimizer or a script's own function does not use is left out; what
+    only acts past a threshold is a warning."""
     used = {train.optimizer, train.schedule}
     defaults = {name: knob.default for name, knob in job.run.knobs.items() if knob.policy != "free"}
     defaults["dtype"] = machine.choose_dtype("auto", job.device)[0]
     names = [name for name in defaults if job.config[name] not in ("auto", defaults[name])]
     names = [name for name in names if used & {*USED_BY.get(name, used)}]
+    own = [heading for (name, home), heading in SERVES.items() if is_replaced(name, home)]
+    names = [name for name in names if not job.run.knobs[name].heading.startswith((*own, "-"))]
     numbers = numbers_of_a_short_run(job)
     dead = set()
     for name in names:

@@ -99,8 +99,9 @@ def changed(owner, name, change):
     """A fault: where `owner` has function(...), it has change(function, ...)."""
 
     def fault(monkeypatch):
-        edited = functools.partial(change, getattr(owner, name))
-        edited.__module__ = owner.__name__  # not a script's own function
+        inner = getattr(owner, name)
+        edited = functools.partial(change, inner)
+        edited.__module__ = inner.__module__  # not a script's own function
         monkeypatch.setattr(owner, name, edited)
 
     return fault
