@@ -45,9 +45,10 @@ import tempfile
 import unicodedata
 import urllib.error
 import urllib.request
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -78,13 +79,13 @@ WHOLE_DOCUMENT = 1_000_000  # a text file up to this size is one document, as mo
 PART = 64_000  # largest document cut from a longer file; small, so that val gets enough of them
 MIN_VAL = 16_000  # to hold out at least, or a twentieth of the text if that is less
 CHUNK = 1_000_000  # read at a time, and to the end of the line
-BATCH = 64  # documents that are read, and tokenized, ahead of the one that is written
+BATCH = 64  # documents that are read, and tokenized, at a time
 DEFAULT_FRACTION = 0.0005  # of the documents of a corpus
 
 CLEANED = "taken out: byte order marks; replaced: CRLF by a newline, what is no character by U+FFFD"
-MIXED = (
-    "some characters are composed (é), others decomposed (e and U+0301), which are different tokens; "
-    "unicodedata.normalize('NFC', text) in Python makes them one"
+DECOMPOSED = (
+    "some characters are not in the normal form NFC, such as e and U+0301 for é, and so one letter "
+    "may be different tokens; unicodedata.normalize('NFC', text) in Python makes them one"
 )
 SEPARATOR = "<|endoftext|>"  # the border of two documents in a plain text
 BORDER = re.compile(rb"<\|endoftext\|>(?:\r?\n)?")
@@ -247,9 +248,9 @@ def write_tokens(paths: dict, tokenizer, dtype, documents: Iterable, ends: list[
     end = np.array(ends, dtype).tobytes()
     val_bytes = 0
     with open(paths["train"], "wb") as train, open(paths["val"], "wb") as val:
-        for number, (split, text, ids) in enumerate(encode_ahead(documents, tokenizer), 1):
+        for number, (split, text, ids) in enumerate(encoded(documents, tokenizer), 1):
             file = train if split == "train" else val
-            file.write(np.asarray(ids.result(), dtype).tobytes() + end)
+            file.write(np.asarray(ids, dtype).tobytes() + end)
             if split == "val":
                 val_bytes += len(text.encode())
             if number % 50_000 == 0:
@@ -257,16 +258,14 @@ def write_tokens(paths: dict, tokenizer, dtype, documents: Iterable, ends: list[
     return val_bytes
 
 
-def encode_ahead(documents: Iterable, tokenizer: Any) -> Iterator[tuple[str, str, Future]]:
-    """Yields (split, text, its ids) of the documents, in their order. Threads encode the next BATCH
-    of them, while this one reads: tiktoken needs no lock of Python's."""
+def encoded(documents: Iterable, tokenizer: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yields (split, text, its ids) of the documents. Threads encode BATCH of them at a time:
+    tiktoken needs no lock of Python's."""
+    documents = iter(documents)
     with ThreadPoolExecutor() as threads:
-        waiting = deque()
-        for split, text in documents:
-            waiting.append((split, text, threads.submit(tokenizer.encode, text)))
-            if len(waiting) > BATCH:
-                yield waiting.popleft()
-        yield from waiting
+        while batch := list(islice(documents, BATCH)):
+            splits, texts = zip(*batch, strict=True)
+            yield from zip(splits, texts, threads.map(tokenizer.encode, texts), strict=True)
 
 
 # ---- a corpus ------------------------------------------------------------------------------------
@@ -299,34 +298,26 @@ def split_apart(files: list[str]) -> Iterator[tuple[str, str]]:
     Raises BadInput, after the last one, if all are of one split."""
     fraction = val_fraction or fraction_to_hold_out(Corpus(files))
     corpus = Corpus(files)
-    documents = Counter()  # of each split
-    characters = Counter()
-    lowest = []  # two draws: a fraction between them holds out one document
+    documents, characters = Counter(), Counter()  # of each split
     for text in corpus:
         if fraction > 1:
             yield from last_part_apart(text)
             continue
-        draw = draw_of(text)
-        split = "val" if draw < fraction else "train"
+        split = "val" if draw_of(text) < fraction else "train"
         documents[split] += 1
         characters[split] += len(text)
-        lowest = sorted({*lowest, draw})[:2]
         yield split, text
     if fraction > 1:
         print0("the last tenth of each document is held out: no --val_fraction holds out enough")
     elif documents:
-        share = characters["val"] / characters.total()
         held_out = (
-            f"{documents['val']:,} of {documents.total():,} documents, {share:.2%} of the text"
+            f"--val_fraction={fraction} holds out {documents['val']:,} of {documents.total():,} "
+            f"documents, {characters['val'] / characters.total():.2%} of the text"
         )
         if len(documents) == 1:
-            one = f"--val_fraction={statistics.mean(lowest):.6g} holds out one"
-            hint = one if len(lowest) == 2 else "without it, the last tenth of each is held out"
-            fail(f"--val_fraction={fraction} holds out {held_out}; {hint}")
-        print0(
-            f"--val_fraction={fraction} is held out: {held_out}; "
-            "typed, it stays when documents are added"
-        )
+            one = math.nextafter(min(map(draw_of, corpus)), 1)
+            fail(f"{held_out}; --val_fraction={one} holds out one, without a flag it is enough")
+        print0(f"{held_out}; typed, it stays when documents are added")
     corpus.report()
 
 
@@ -367,8 +358,7 @@ class Corpus:
     def __init__(self, files: list[str]):
         self.files = files
         self.borders = self.rows = self.bad_rows = 0
-        self.cleaned = False  # whether any was changed
-        self.forms = ["NFC", "NFD"]  # of Unicode, in which all texts are
+        self.cleaned = self.decomposed = False  # whether any was changed, or is not in NFC
         self.first_bad = ""
 
     def __iter__(self) -> Iterator[str]:
@@ -382,18 +372,18 @@ class Corpus:
         self.refuse_bad_rows(max_bad_rows)
 
     def clean(self, text: str) -> str:
-        """clean(text), whose changes are noted."""
+        """clean(text), noted what was changed, and what is not in NFC."""
         cleaned = clean(text)
         self.cleaned |= cleaned != text
-        self.forms = [form for form in self.forms if unicodedata.is_normalized(form, cleaned)]
+        self.decomposed |= not unicodedata.is_normalized("NFC", cleaned)
         return cleaned
 
     def report(self) -> None:
         """Print what became of the documents."""
         if self.cleaned:
             print0(CLEANED)
-        if not self.forms:
-            print0(MIXED)
+        if self.decomposed:
+            print0(DECOMPOSED)
         if self.borders:
             print0(f"{self.borders:,} {SEPARATOR} are borders of documents")
         if self.bad_rows:
@@ -493,8 +483,8 @@ def parquet_texts(path: str) -> Iterator[bytes | None]:
     except ImportError:
         fail(f"{path} needs the library pyarrow; type: pip install pyarrow")
     with ParquetFile(path, buffer_size=CHUNK, pre_buffer=False) as file:  # a group may be large
-        columns = [column for column in file.schema if column.physical_type == "BYTE_ARRAY"]
-        names = [column.name for column in columns if column.name == column.path]  # not in another
+        texts = (column for column in file.schema if column.physical_type == "BYTE_ARRAY")
+        names = [column.name for column in texts if column.name == column.path]  # not in another
         if field not in names:
             fail(f"{path} has no texts in {field!r}; expected --field=NAME, one of {names}")
         for batch in file.iter_batches(BATCH, columns=[field]):
