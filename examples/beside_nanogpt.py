@@ -9,18 +9,20 @@ Each seed runs every row on every text before the next seed begins. `process` is
 process in seconds, from its start to its end; `loss` that of the last weights over the whole
 validation split. out_dir gets results.json after each run, and loss.png at the end.
 
-nanoGPT's train.py runs with three edits: the seed and the size of the vocabulary, for which it has
-no flags, and the loss over the whole split at its end, which its wall time does not include.
+nanoGPT's train.py runs with EDITS, by which it reads these datasets and has the flags of this train.py,
+and with WHOLE_SPLIT at its end, the loss over the whole split, which its wall time does not include.
 """
 
 import os
 import re
 import sys
+from collections import defaultdict
 from itertools import product
 from pathlib import Path
 from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import torch
 
 REPO = Path(__file__).resolve().parent.parent
@@ -30,7 +32,6 @@ from checks.processes import watched  # noqa: E402
 from plumbing import code, machine  # noqa: E402
 from plumbing.cli import configured, fail, run_script  # noqa: E402
 from plumbing.files import write_json  # noqa: E402
-from plumbing.log import read_rows  # noqa: E402
 from plumbing.run_folder import now  # noqa: E402
 from prepare_data import prepare  # noqa: E402
 
@@ -50,7 +51,7 @@ NANOGPT_RECIPE = (
 # Its model and recipe: what is not typed is a default of train.py
 SAME = "examples/gpt2.py --bias=false --gelu=none --beta2=0.99 --report=false"
 ROWS = {
-    "nanoGPT": f"$NANOGPT/train.py {NANOGPT_RECIPE}",
+    "nanoGPT": f"nanoGPT {NANOGPT_RECIPE}",
     # nanoGPT evaluates 9 times 30,720 tokens; this one 3 times the split, of 111,540 or so
     "same model, same recipe, this loop": (
         f"{SAME} --n_layer=4 --batch_size=12 --decay_steps=2000 --dtype=float32 --eval_interval=1000"
@@ -64,11 +65,21 @@ WIDE = (
 )
 SIX_LAYERS = {
     "nanoGPT": (
-        "$NANOGPT/train.py config/train_shakespeare_char.py --device=cpu --eval_iters=20 "
-        "--log_interval=1"
+        "nanoGPT config/train_shakespeare_char.py --device=cpu --eval_iters=20 --log_interval=1"
     ),
     "same model, same recipe, this loop, float32": f"{WIDE} --dtype=float32",
     "the same in the dtype that this machine suits": WIDE,
+}
+EDITS = {  # of its train.py
+    "exec(open('configurator.py').read())": (
+        "data_dir = ''; seed = max_steps = 0; exec(open('configurator.py').read()); "
+        "max_iters = max_steps or max_iters"
+    ),
+    "torch.manual_seed(1337": "torch.manual_seed(seed",
+    "os.path.join('data', dataset)": "os.path.join(data_dir, dataset)",
+    "meta_vocab_size = None": (
+        "import json; meta_vocab_size = json.load(open(data_dir + '/meta.json'))['vocab_size']"
+    ),
 }
 WHOLE_SPLIT = f"""
 import sys
@@ -86,25 +97,26 @@ with torch.no_grad():
 print(f"{{sum(weight.numel() for weight in raw_model.parameters()):,}} parameters")
 print(f"whole split: val loss {{total / counted}}, seconds {{time.time() - began}}")
 """  # of the windows that this train.py evaluates
-SECONDS = (5, 10, 20, 50, 100, 200, 500, 1000)  # marks of the axis
 LOSS = re.compile(r"val loss (\d+\.\d+)")
 FORMATS = {  # of the columns of a table
     "parameters": ",.0f",
     "loss": ".4f",
     "deviation": ".4f",
     "process": ".1f",
-    "step_ms": ".1f",
     "peak_gb": ".2f",
 }
 
 
 def main(argv: list[str] | None = None) -> None:
-    with configured(globals(), argv=argv), TemporaryDirectory() as scratch:
+    with configured(globals(), argv=argv):
         commands = SIX_LAYERS if six_layers else ROWS
-        texts = {name: prepare(name, f"{REPO}/data") for name in datasets.split()}
-        runs = {f"{text}: {row}": [] for text in texts for row in commands}
+        texts = datasets.split()
+        for text in texts:
+            prepare(text, f"{REPO}/data")
+        runs = defaultdict(list)  # of each row of the tables
         facts = {
             "command": ["examples/beside_nanogpt.py", *(argv or sys.argv[1:])],
+            "date": now(),
             "git": code.git_state()[0],
             **machine.describe_machine(torch.device("cpu")),
             "commands": commands,
@@ -112,52 +124,46 @@ def main(argv: list[str] | None = None) -> None:
         }
         Path(out_dir).mkdir(parents=True, exist_ok=True)
         for number, text, row in product(range(seed, seed + seeds), texts, commands):
-            folder = f"{scratch}/{number}/{text}/{row}"
-            found = measure(commands[row], *texts[text], number, folder)
+            found = measure(f"{commands[row]} --dataset={text} --seed={number}")
             print(text, number, row, found["loss"], found["process"], flush=True)
             runs[f"{text}: {row}"].append(found)
-            facts["date"] = now()
-            facts["rows"] = {name: summary(each) for name, each in runs.items() if each}
+            facts["rows"] = {name: summary(each) for name, each in runs.items()}
             write_json(f"{out_dir}/results.json", facts)
         print_table(facts["rows"], **FORMATS)
         draw(runs)
 
 
-def measure(command: str, data: str, meta: dict, number: int, folder: str) -> dict:
-    """The numbers of one run, which writes to `folder`."""
+def measure(command: str) -> dict:
+    """The numbers of one run."""
     script, *words = command.split()
-    words.append(f"--out_dir={folder}")
-    if script.startswith("$"):
-        start, home = ["-c", source_of_nanogpt(meta["vocab_size"], number)], os.environ["NANOGPT"]
-        words += [f"--dataset={data}", f"--max_iters={steps}"]
-    else:
-        start, home = [script], REPO
-        words += [f"--dataset={Path(data).name}", f"--seed={number}", f"--max_steps={steps}"]
-    lines, peak = watched([*start, *(words if steps else words[:-1])], home)
+    start, home = [script], REPO
+    if script == "nanoGPT":
+        home = os.environ.get("NANOGPT", "")
+        start = ["-c", source_of_nanogpt(Path(home, "train.py"))]
+    if steps:
+        words.append(f"--max_steps={steps}")
+    with TemporaryDirectory() as folder:
+        words += [f"--data_dir={REPO}/data", f"--out_dir={folder}"]
+        lines, peak = watched([*start, *words], home)
     printed = "".join(line for _, line in lines)
     curve = [(at, float(found[1])) for at, line in lines if (found := LOSS.search(line))]
-    rows = read_rows(f"{folder}/metrics.jsonl")
-    step_ms = [row["step_ms"] for row in rows if row["kind"] == "train"]
-    seconds = lines[-1][0] - float(re.search(r"whole split: .* (\S+)|$", printed)[1] or 0)
-    curve[-1] = seconds, curve[-1][1]
+    (*_, parameters) = re.findall(r"([\d,]+) parameters", printed)
     return {
-        "process": seconds,
+        "process": lines[-1][0] - sum(map(float, re.findall(r", seconds (\S+)", printed))),
         "loss": curve[-1][1],
-        "parameters": int(re.findall(r"([\d,]+) parameters", printed)[-1].replace(",", "")),
-        "step_ms": median(step_ms or map(float, re.findall(r", time (\S+)ms", printed))),
+        "parameters": int(parameters.replace(",", "")),
         "peak_gb": peak / 1e6,
-        "curve": curve,  # [(seconds since the start, validation loss), ...]
+        "curve": curve,  # [(seconds since the start, validation loss), ...], as printed
     }
 
 
-def source_of_nanogpt(vocab_size: int, number: int) -> str:
-    """Its train.py with the three edits."""
-    path = Path(os.environ.get("NANOGPT", ""), "train.py")
+def source_of_nanogpt(path: Path) -> str:
+    """What runs for its train.py."""
     source = path.read_text("utf-8") if path.is_file() else ""
-    for line, value in (("torch.manual_seed(1337", number), ("meta_vocab_size = None", vocab_size)):
-        if line not in source:
-            fail(f"NANOGPT={path.parent}: expected a clone of nanoGPT, with {line!r} in train.py")
-        source = source.replace(line, re.sub(r"\w+$", str(value), line))
+    for theirs, ours in EDITS.items():
+        if theirs not in source:
+            fail(f"NANOGPT={path.parent}: expected a clone of nanoGPT, with {theirs!r} in train.py")
+        source = source.replace(theirs, ours)
     return source + WHOLE_SPLIT
 
 
@@ -172,15 +178,15 @@ def draw(runs: dict) -> None:
     """Loss against wall time, a line for each run."""
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 6), layout="constrained")
     for number, (name, each) in enumerate(runs.items()):
-        for run in each:
-            axes.plot(*zip(*run["curve"], strict=True), f"C{number}.-")
-        place = ("bottom", "top")[number % 2]  # nanoGPT and the same model end side by side
-        axes.annotate(name, each[0]["curve"][-1], color=f"C{number}", va=place)
-    axes.set(xscale="log", xlabel="seconds since the start", ylabel="validation loss (nats)")
-    axes.set_xticks(SECONDS, SECONDS)
-    figure.savefig(f"{out_dir}/loss.png", metadata={"Command": "python examples/beside_nanogpt.py"})
+        seconds, losses = np.array([run["curve"] for run in each]).T
+        first, *_ = plt.semilogx(seconds, losses, f"C{number}.-")
+        first.set_label(name)
+    plt.legend(loc="lower left", bbox_to_anchor=(0, 1))
+    plt.xlabel("seconds since the start")
+    plt.ylabel("validation loss (nats)")
+    facts = {"Command": "python examples/beside_nanogpt.py"}
+    plt.savefig(f"{out_dir}/loss.png", metadata=facts, bbox_inches="tight")
 
 
 if __name__ == "__main__":

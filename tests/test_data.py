@@ -174,19 +174,6 @@ def test_a_dataset_is_never_overwritten_by_another(tmp_path, text_file):
 # --- bad input ---
 
 
-UNUSABLE = {
-    b"": "too short: 0 tokens to train on, 0 to validate; take more text",
-    b"abcdefghij": "too short: 9 tokens to train on, 1 to validate; take more text",
-    b"Ein K\xe4se": r"is not UTF-8 text at the end of b'Ein K\xe4'",
-}
-
-
-def test_a_text_that_cannot_be_used_is_refused(tmp_path):
-    for content, words in UNUSABLE.items():
-        (tmp_path / "bad.txt").write_bytes(content)
-        assert words in refusal(tmp_path, "bad", "--input=bad.txt")
-
-
 ROWS = [{"text": f"{i} {TEXT}"} for i in range(200)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 PLAIN = TEXT.replace("🐴", "")
@@ -312,12 +299,9 @@ def test_shakespeare_is_downloaded_or_copied(tmp_path):
     assert fingerprint(prepare("shakespeare", tmp_path / "data")[1]) == fingerprint(one)
 
 
-def test_a_download_that_is_not_the_text_is_refused(tmp_path, text_file):
-    err = refusal(tmp_path, "shakespeare", SHAKESPEARE_URL=text_file.as_uri())
+def test_no_network_is_noticed_quickly_and_told_apart_from_another_text(tmp_path, monkeypatch):
+    err = refusal(tmp_path, "shakespeare", SHAKESPEARE_URL=SCRIPT.as_uri())
     assert "the download is not the text that shakespeare" in err and "--input=FILE" in err
-
-
-def test_no_network_is_noticed_quickly_and_told_apart(tmp_path, monkeypatch):
     start = time.monotonic()
     err = refusal(tmp_path, "shakespeare", SHAKESPEARE_URL=NOWHERE)
     assert "cannot get http://127.0.0.1:9: " in err and "Connection refused" in err
@@ -409,16 +393,6 @@ def test_each_document_is_there_once_with_its_end_of_text(
     assert meta["start_id"] == OF_NAME[tokenizer].end_of_text
 
 
-def test_the_same_command_writes_the_same_bytes(tmp_path, corpus, monkeypatch):
-    made = tmp_path / "whole" / "made", tmp_path / "small" / "made"
-    make(made[0], corpus, **MANY)
-    monkeypatch.setattr(prepare_data, "CHUNK", 1000)
-    monkeypatch.setattr(prepare_data, "BATCH", 3)
-    make(made[1], corpus, **MANY)
-    assert tree(made[0]) == tree(made[1])
-    assert sorted(tree(made[0])) == ["meta.json", "train.bin", "val.bin"]
-
-
 def test_a_validation_document_never_occurs_in_training(tmp_path, texts):
     """Every document is planted three times, in files whose order differs between two corpora."""
     sides = []
@@ -464,7 +438,9 @@ def test_a_glob_takes_the_files_that_it_matches_and_field_names_the_text(tmp_pat
     assert all_of(tmp_path / "made") == sorted(texts[:100])
 
 
-def test_a_kill_leaves_no_half_dataset_and_a_rerun_makes_it_all(tmp_path, corpus):
+def test_a_kill_leaves_no_half_dataset_and_a_rerun_writes_the_same_bytes(
+    tmp_path, corpus, monkeypatch
+):
     make(tmp_path / "whole" / "made", corpus, **MANY)
     killed = """
 import os, sys, prepare_data
@@ -479,8 +455,11 @@ prepare_data.prepare("made", sys.argv[1], sys.argv[2], "byte")
     folder = tmp_path / "made"
     with pytest.raises(BadInput, match="no dataset 'made'"):
         prepare("made", tmp_path)
+    monkeypatch.setattr(prepare_data, "CHUNK", 1000)
+    monkeypatch.setattr(prepare_data, "BATCH", 3)
     make(folder, corpus, **MANY)
     assert tree(folder) == tree(tmp_path / "whole" / "made")
+    assert sorted(tree(folder)) == ["meta.json", "train.bin", "val.bin"]
 
 
 def test_a_corpus_that_is_there_is_checked_and_left_as_it_is(tmp_path, corpus, capsys):
@@ -494,7 +473,9 @@ def test_a_corpus_that_is_there_is_checked_and_left_as_it_is(tmp_path, corpus, c
         make(tmp_path / "made", corpus, **MANY)
 
 
-def test_a_typed_fraction_is_kept_or_refused_with_one_that_holds_out_one(tmp_path, texts, capsys):
+def test_a_typed_fraction_of_few_is_kept_or_refused_and_of_one_a_tenth_is_held_out(
+    tmp_path, texts, capsys
+):
     for i in range(10):
         write(tmp_path / "books" / f"{i}.txt", texts[i].encode())
     for none_or_all in (1e-9, 0.999999):
@@ -505,6 +486,11 @@ def test_a_typed_fraction_is_kept_or_refused_with_one_that_holds_out_one(tmp_pat
         assert len(documents_of(tmp_path / f"{none_or_all}", "val")) == 1
         share = meta["val_bytes"] / sum(len(text.encode()) for text in texts[:10])
         assert f"1 of 10 documents, {share:.1%}"[:-2] in capsys.readouterr().out
+    write(tmp_path / "one" / "short.txt", texts[0].encode())
+    make(tmp_path / "made", tmp_path / "one")
+    cut = int(0.9 * len(texts[0]))
+    for split, part in (("train", texts[0][:cut]), ("val", texts[0][cut:])):
+        assert documents_of(tmp_path / "made", split) == [part]
 
 
 def test_a_plain_text_obeys_a_typed_fraction_and_another_one_is_another_dataset(tmp_path):
@@ -592,13 +578,6 @@ def test_parquet_files_are_read_as_the_same_rows_of_a_jsonl(tmp_path, texts, cap
             make(tmp_path / "made", tmp_path / "web", field=wrong)
 
 
-def test_without_pyarrow_a_parquet_file_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    write(tmp_path / "a.parquet", b"PAR1")
-    with pytest.raises(BadInput, match="a.parquet needs .* type: pip install pyarrow$"):
-        make(tmp_path / "made", tmp_path / "a.parquet")
-
-
 def test_a_character_that_cannot_be_seen_is_named_with_the_form_that_has_it(tmp_path, capsys):
     one, two = "caf\u00e9 ", "cafe\u0301 "
     write(tmp_path / "one.txt", (one * 9).encode())
@@ -622,14 +601,6 @@ def test_an_old_dataset_gets_its_start_when_it_is_opened(tmp_path, text_file):
     assert "start_id" not in path.read_text() and fingerprint(old) == fingerprint(meta)
 
 
-def test_of_one_short_file_the_last_tenth_is_held_out(tmp_path, texts):
-    write(tmp_path / "one" / "short.txt", texts[0].encode())
-    make(tmp_path / "made", tmp_path / "one")
-    cut = int(0.9 * len(texts[0]))
-    assert documents_of(tmp_path / "made", "val") == [texts[0][cut:]]
-    assert documents_of(tmp_path / "made", "train") == [texts[0][:cut]]
-
-
 # --- bad input ---
 
 
@@ -643,16 +614,21 @@ BAD_FILES = [  # (name, content, the message)
     ("a.jsonl", GOOD + b'{"text": "\xe4"}', "0xe4 in position 10"),
     ("a.jsonl", b'{"body": "x"}\n' * 100 + GOOD * 900, "expected --field=NAME, a text in each row"),
     ("b.txt", b"K\xe4se", r"b.txt is not UTF-8 text at the end of b'K\xe4'"),
+    ("a.parquet", b"PAR1", "needs the library pyarrow; type: pip install pyarrow"),
+    ("alone.txt", b"", "too short: 0 tokens to train on, 0 to validate; take more text"),
+    ("alone.txt", b"abcdefghij", "too short: 9 tokens to train on, 1 to validate; take more"),
+    ("alone.txt", b"Ein K\xe4se", r"is not UTF-8 text at the end of b'Ein K\xe4'"),
     ("a.txt.gz", gzip.compress(b"a text" * 99, mtime=0)[:-9], "fetch it again or leave it out"),
 ]
 
 
 @pytest.mark.parametrize("name, content, words", BAD_FILES)
-def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path, name, content, words):
+def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path, monkeypatch, name, content, words):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     write(tmp_path / "web" / "a.txt", b"good")
     write(tmp_path / "web" / name, content)
     with pytest.raises(BadInput) as error:
-        make(tmp_path / "data" / "made", tmp_path / "web")
+        make(tmp_path / "data" / "made", tmp_path / "web" / (name if name == "alone.txt" else ""))
     assert words in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "data").exists()
 
