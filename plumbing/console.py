@@ -219,10 +219,12 @@ def share_words(sequences: int, ranks: int) -> str:
     return f"; {least}{several} on each of {ranks} ranks"
 
 
-def print_end(ended: str, state: dict, seconds: dict, best_metric: str) -> None:
+def print_end(ended: str, run: Any) -> None:
     """How a run ended, above its report; the error of a failed one is the very last line."""
     if not ended.startswith("failed"):
-        print0(f"{ended} at step {state['step']:,}; {best_words(best_metric, state)}")
+        best = best_words(run.facts["config"]["best_metric"], run.state)
+        print0(f"{ended} at step {run.state['step']:,}; {best}")
+    seconds = run.clock.seconds
     spent = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
     print0(f"{seconds.total():.1f} s: {spent}")
 
@@ -236,13 +238,15 @@ def print_next(ended: str, folder: Path, facts: dict) -> None:
     if not is_saved:
         return
     if "tokenizer" in facts["data"]["meta"]:
-        sample = to_paste("sample.py", folder, *script_flag(facts))
+        sample = to_paste(REPO / "sample.py", shown(folder), *script_flag(facts))
         print0(f"{sample:<50}  # a sample of its text")
-    print0(f"{to_paste('report.py', folder):<50}  # its curves and results")
+    print0(f"{to_paste(REPO / 'report.py', shown(folder)):<50}  # its curves and results")
 
 
-def to_paste(script: str, folder: Path, *flags: str) -> str:
-    return shlex.join(["python", shown(REPO / script), shown(folder), *flags])
+def to_paste(script: str | Path, *words: str, ranks: int = 1) -> str:
+    """The command that runs a script, by so many processes."""
+    torchrun = ["torchrun", "--standalone", f"--nproc_per_node={ranks}"]
+    return shlex.join([*(torchrun if ranks > 1 else ["python"]), shown(script), *words])
 
 
 def script_flag(facts: dict) -> list[str]:

@@ -136,17 +136,14 @@ class RunFolder(ExitStack):
             self.record(run.state["step"], "end", **end)
         finally:
             self.write_facts()
-            if rank() == 0:
-                console.print_end(
-                    ended, run.state, clock.seconds, run.facts["config"]["best_metric"]
-                )
+            console.print_end(ended, run)
             try:
                 for hook in run.hooks:
                     hook.end(run, ended)
             finally:
                 clock.lap("report")
                 self.write_facts()
-                if rank() == 0:
+                if rank() == 0:  # the others know no facts
                     console.print_next(ended, self.path, self.facts)
 
     # ---- metrics.jsonl ---------------------------------------------------------------------------

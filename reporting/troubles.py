@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from plumbing.console import REPO, to_paste
+from plumbing.console import REPO, shown, to_paste
 from reporting.record import known, last, mean, median, smooth
 from reporting.results import ended, happened
 
@@ -136,7 +136,7 @@ def loss_spikes(run):
     if len(starts):
         first = steps[starts[0]]
         highest = steps[np.nanargmax(excess)]
-        replay = to_paste("replay.py", run.folder)
+        replay = to_paste(REPO / "replay.py", shown(run.folder))
         return (
             f"{len(starts):,} in all, the first at step {first:,.0f}; see the highest with "
             f"`{replay} --step={highest:.0f}`"
