@@ -33,7 +33,6 @@ ONCE_FIXED = "once that is fixed, the same command resumes from the newest check
 PAUSE = 5  # seconds between two tries of a save that is required
 LIMIT = 60  # seconds of such tries; on a full disk they go on
 LIMIT_AFTER_SIGNAL = 10
-OLDER = "ffdf2fe"  # the newest commit that reads checkpoints without an entry `format`
 
 
 class Damaged(ValueError):
@@ -49,8 +48,8 @@ def load(path: Path, verify: bool = True) -> dict:
     """Load the checkpoint at `path` on the CPU. No code in it can run.
 
     verify: first read the whole file and compare the zip's checksums, because torch.load loads a
-    flipped bit without an error. Raises Damaged; OSError if the file cannot be read; BadInput,
-    which names the commit whose code can use it, if it is of another format.
+    flipped bit without an error. Raises Damaged; OSError if the file cannot be read; BadInput if it
+    is of another format.
     """
     try:
         if verify:
@@ -70,8 +69,8 @@ def load(path: Path, verify: bool = True) -> dict:
         raise Damaged("it is no checkpoint of train.py")
     found = checkpoint.get("format", 1)
     if found != FORMAT:
-        where = f"git checkout {OLDER}" if found == 1 else "a newer version of this code"
-        fail(f"{path} has format {found}, and this code reads {FORMAT}; to use it: {where}")
+        where = "check out the commit that its run.json names"
+        fail(f"{path} has format {found}, and this code reads {FORMAT}; to use it, {where}")
     if step_of(path) not in (None, checkpoint["state"]["step"]):
         raise Damaged("its name has another step")
     return checkpoint
@@ -209,9 +208,7 @@ def groups_of(run) -> list[list[list]]:
 def refuse_unequal_replicas(run) -> None:
     """Raises RunFailed if ranks differ in what a checkpoint keeps of rank 0 alone: weights and
     buffers that are not sharded, and the loop's state."""
-    counters = (
-        "num_batches_tracked"  # of BatchNorm; a rank may take more micro-batches than another
-    )
+    counters = "num_batches_tracked"  # of BatchNorm; ranks may take more micro-batches than others
     if ranks.world_size() == 1:
         return
     kept = by_path({**run.model.state_dict(), "FRESH_STATE": run.state})
@@ -239,7 +236,7 @@ class Saver:
         self.groups = groups_of(run)  # a checkpoint with other groups could not be resumed
         self.thread = None  # that writes the newest save, on rank 0
         self.error = None  # that the newest save met
-        self.is_waiting = False  # for room on the disk
+        self.is_retried = False  # whether the newest save has failed before
         self.unsaved_best = None  # the checkpoint of a best.pt that could not be written
         run.signals.newest_save = run.state["step"]
 
@@ -259,18 +256,17 @@ class Saver:
             lost = "an optimizer has other param_groups than configure_optimizers built"
         if lost:
             raise RunFailed(f"{lost}; {ONCE_FIXED}")
-        self.is_waiting = False
+        self.is_retried = False
         began = time.monotonic()
         self.start_to_write(checkpoint, names)
         while required and ranks.from_rank0(self.must_try_again, names[-1], began):
             signal.signal(signal.SIGINT, signal.default_int_handler)  # KeyboardInterrupt
             time.sleep(PAUSE)
-            self.start_to_write(checkpoint, names, is_first_try=False)
+            self.start_to_write(checkpoint, names)
 
-    def start_to_write(self, checkpoint: dict, names: list[str], is_first_try: bool = True) -> None:
+    def start_to_write(self, checkpoint: dict, names: list[str]) -> None:
         if ranks.rank() == 0:
-            how = (checkpoint, names, is_first_try)
-            self.thread = threading.Thread(None, self.write, "writer", how)
+            self.thread = threading.Thread(None, self.write, "writer", (checkpoint, names))
             self.thread.start()
 
     def wait(self) -> Exception | None:
@@ -292,15 +288,15 @@ class Saver:
             failure = RunFailed(f"{why}; the newest checkpoint: {newest}; {ONCE_FIXED}")
             failure.exit_code = 128 + stop if stop else 1
             raise failure
-        if is_disk_full and not self.is_waiting:
-            self.is_waiting = True
+        if is_disk_full and not self.is_retried:
             print0(
                 f"waiting for {size(self.run) / 1e6:,.1f} MB on the disk to save {name}; tried "
                 f"again every {PAUSE} s; Ctrl-C ends the run without it"
             )
+        self.is_retried = True
         return error is not None
 
-    def write(self, checkpoint: dict, names: list[str], is_first_try: bool) -> None:
+    def write(self, checkpoint: dict, names: list[str]) -> None:
         """Log the hash, write the files, and prune. Rows reach the disk before the checkpoint. An
         error is an event, and must not end the run here."""
         state = checkpoint["state"]
@@ -308,7 +304,7 @@ class Saver:
             self.unsaved_best = checkpoint
         self.error = None
         try:
-            if is_first_try:
+            if not self.is_retried:
                 self.announce(checkpoint, names)
             self.run.folder.log.sync()  # raises OSError if rows wait for the disk
             self.write_files(checkpoint, names)
@@ -321,7 +317,7 @@ class Saver:
             below = error.__context__  # torch wraps the error of the disk in one of its own
             self.error = below if isinstance(below, OSError) else error
             reason = reason_of(self.error)
-            if is_first_try:
+            if not self.is_retried:
                 self.run.folder.event(state["step"], "save_failed", file=names[-1], error=reason)
 
     def announce(self, checkpoint: dict, names: list[str]) -> None:

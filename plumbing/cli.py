@@ -175,9 +175,8 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     config = Config(
         [(scope, read_knobs(scope["__file__"]) | scope.get("ADDED_KNOBS", {})) for scope in scopes]
     )
-    has_file = False
     for argument, following in sorted(pairwise([*argv, ""]), key=order_of):
-        if not argument.isprintable() and "\\udc" in ascii(argument):
+        if re.search("[\udc80-\udcff]", argument):  # bytes that Python could not decode
             fail(f"{ascii(argument)} is not UTF-8; expected a name that is")
         if argument in HELP:
             print_help(scopes[-1]["__doc__"] or "", config)
@@ -192,12 +191,11 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
         elif argument.endswith(".py"):
             settings = read_config_file(argument, config)
             config.update(settings)
-            config.filed |= settings.keys()
-            if has_file:
+            if config.filed:  # not by the first file
                 config.typed |= settings.keys() - {"out_dir"}
             else:
                 config.base.update(settings)
-            has_file = True
+            config.filed |= settings.keys()
         elif names is not None:
             names.append(argument)
         else:

@@ -258,23 +258,21 @@ class Reader:
         with nullcontext() if is_plain else seeded([self.seed, first]):
             batch = self.read(place)
         parts = batch if isinstance(batch, tuple | list) else [batch]
-        fits = [np.shape(part)[:1] for part in parts] == [(count,), (count,)]
-        arrays = [np.asarray(part) for part in parts if fits]
-        fits = fits and all(array.dtype.kind in "biuf" for array in arrays)
+        arrays = [*map(np.asarray, parts)]
+        kinds = [(*array.shape[:1], array.dtype.kind in "biuf") for array in arrays]
         source = f"{type(self.dataset).__name__}[{first}, {count}]"
         expected = f"(inputs, targets), arrays or tensors of {count} rows each; {ROWS}"
-        expect(fits, source, batch, expected)
+        expect(kinds == 2 * [(count, True)], source, batch, expected)
         return arrays
 
     def read(self, place):
         try:
             return self.dataset[place]
         except Exception:
-            is_of_rows = False
             with suppress(Exception):
-                is_of_rows = bool([self.dataset[0]])
-            if not is_of_rows:  # an error of its own
-                raise
+                self.dataset[0]
+                return None  # a Dataset of rows: what is expected says how it is used
+            raise
 
 
 @contextmanager

@@ -105,12 +105,8 @@ def mean_of_sets(found: dict[str, dict]) -> dict:
     tokens = sum(each.pop("val_tokens") for each in found.values())
     numbers = {f"{key}_{name}": n for name, each in found.items() for key, n in each.items()}
     for key in next(iter(found.values())):
-        expect(
-            key not in numbers,
-            f"evaluate()[{key!r}]",
-            numbers.get(key),
-            "a name once; rename a set",
-        )
+        if key in numbers:
+            raise RunFailed(f"evaluate() gives {key!r} twice; rename a validation set")
         numbers[key] = sum(each[key] for each in found.values()) / len(found)
     return numbers | {"val_tokens": tokens}
 

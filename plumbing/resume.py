@@ -64,11 +64,10 @@ def identity(run: Any, config: Config, data: dict, saved: dict | None) -> dict:
 def facts(run: Any, is_compiled: bool) -> dict:
     """What the checkpoints and run.json say of a run from its warm-up pass on: its identity, whether
     it was compiled, and, on rank 0, the commit of the repository. Nothing changes it afterwards."""
-    git = run.folder.facts.get("git", {})
-    return {
+    commit = run.folder.facts.get("git", {}).get("commit")
+    return run.facts | {
         "config": run.facts["config"] | {"compile": is_compiled},
-        "data": run.facts["data"],
-        "run": run.facts["run"] | {"git_commit": git.get("commit")},
+        "run": run.facts["run"] | {"git_commit": commit},
     }
 
 
@@ -113,9 +112,8 @@ def load_checkpoint(run: Any, saved: dict, fresh_state: dict, position: tuple) -
     from_rank0(refuse_another_run, run, saved)
     run.resumed_from = flat(saved) | {"micro_batch": saved["state"]["micro_batch"]}
     if run.resumed_from["batch_size"] == run.facts["config"]["batch_size"]:
-        run.state["micro_batch"] = run.resumed_from[
-            "micro_batch"
-        ]  # what fits into memory was found out
+        # what fits into memory was found out
+        run.state["micro_batch"] = run.resumed_from["micro_batch"]
     checkpoint.restore(run, saved)
     if not run.folder.owns(run.path):
         kept = {key: run.state[key] for key in position}

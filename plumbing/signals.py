@@ -41,10 +41,8 @@ class Signals:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for (
-            number,
-            handler,
-        ) in self.old_handlers.items():  # None: not Python's, which cannot restore it
+        # None: not Python's, which cannot restore it
+        for number, handler in self.old_handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
     @contextmanager

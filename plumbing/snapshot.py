@@ -128,9 +128,6 @@ def evaluating(run, averaged: bool = True) -> Iterator[Snapshot]:
     swap(run.model, averages)
     try:
         yield snapshot
-    except TypeError as error:
-        error.add_note('in eval mode, model.GPT returns (loss, {"accuracy": ...})')
-        raise
     finally:
         swap(run.model, averages)
         run.model.train(modes[run.model])  # train() of a module may do more than set its mode

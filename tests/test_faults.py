@@ -297,7 +297,7 @@ def test_other_files_are_neither_resumed_from_nor_pruned(
 
 
 def test_a_checkpoint_of_another_version_is_refused_and_stays(run_train, interrupted, tmp_path):
-    """In one line, which names the commit whose code can use it."""
+    """In one line, which says where the commit is named whose code can use it."""
     shutil.copytree(interrupted, tmp_path / "run")
     path = tmp_path / "run/ckpt_00000008.pt"
     older = torch.load(path, weights_only=True)
@@ -305,7 +305,7 @@ def test_a_checkpoint_of_another_version_is_refused_and_stays(run_train, interru
     torch.save(older, path)
     before = tree(tmp_path / "run")
     done = run_train("run", *EVERYTHING, code=2)
-    assert len(done.stderr.splitlines()) == 1 and "git checkout ffdf2fe" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and "its run.json names" in done.stderr
     assert tree(tmp_path / "run") == before
 
 

@@ -227,12 +227,6 @@ def test_a_dataset_with_other_rows_is_another_one(run_train):
     assert "rows changed from 61 to 55" in done.stderr
 
 
-def test_who_adds_to_the_loss_of_gpt_is_told_what_it_is_in_eval_mode(run_train):
-    done = run_train("run", before=forward("loss + logits.square().mean()"), code=1)
-    assert "TypeError" in done.stderr.splitlines()[-2]
-    assert 'in eval mode, model.GPT returns (loss, {"accuracy": ...})' in done.stderr
-
-
 def test_the_warm_up_pass_counts_for_nothing(run_train):
     count = around("forward_backward", "run.state['seen'] += len(args[2])")
     done = run_train("run", before="train.FRESH_STATE['seen'] = 0\n" + count)

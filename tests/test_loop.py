@@ -236,7 +236,7 @@ def test_several_validation_sets_are_logged_each_and_as_their_mean(run_train, da
     twice = around("open_dataset", then=open_sets.format(name="loss"))
     more = around("evaluate", then="if 'val_loss' in result: result['val_loss_all'] = 1.0")
     refused = run_train("twice", before=more + twice, code=1)
-    assert "evaluate()['val_loss_all'] is a float; expected a name once" in refused.stderr
+    assert "evaluate() gives 'val_loss_all' twice; rename a validation set" in refused.stderr
 
 
 # ---- the learning rate ---------------------------------------------------------------------------
