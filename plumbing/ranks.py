@@ -77,13 +77,10 @@ def largest_share(count: int) -> int:
 def check_share(count: int, shard: bool, error: type[Exception]) -> None:
     """Raises `error` if the ranks cannot share a batch of `count` sequences."""
     size = world_size()
-    problem = ""
-    if count < size:
-        problem = f"is too small for {size} ranks: expected one or more for each"
-    elif shard and count % size:
-        problem = f"does not divide by {size} ranks, as --shard=true needs it"
-    if problem:
-        raise_on_all(error(f"a batch of {count} sequences (batch_size * accum_steps) {problem}"))
+    if count < size or (shard and count % size):
+        expected = "one or more for each, with --shard=true as many for each"
+        batch = f"a batch of {count} sequences (batch_size * accum_steps)"
+        raise_on_all(error(f"{batch} for {size} ranks: expected {expected}"))
 
 
 def max_over_ranks(*flags: float) -> list:

@@ -125,9 +125,15 @@ TOO_SMALL = "train.sequences_at = lambda step: 3 if step < 4 else 1\n"
 @pytest.mark.parametrize(
     "flags, count, source, code, message",
     [
-        (["--batch_size=1"], 2, "", 2, "a batch of 1 sequences (batch_size * accum_steps) is too"),
-        ([SHARD, "--batch_size=3"], 2, "", 2, "of 3 sequences (batch_size * accum_steps) does not"),
-        ([], 2, TOO_SMALL, 1, "a batch of 1 sequences (batch_size * accum_steps) is too small"),
+        (["--batch_size=1"], 2, "", 2, "(batch_size * accum_steps) for 2 ranks: expected one or"),
+        (
+            [SHARD, "--batch_size=3"],
+            2,
+            "",
+            2,
+            "a batch of 3 sequences (batch_size * accum_steps) for",
+        ),
+        ([], 2, TOO_SMALL, 1, "a batch of 1 sequences (batch_size * accum_steps) for 2 ranks"),
     ],
     ids=["one for each", "a multiple", "later"],
 )
