@@ -248,13 +248,12 @@ class Replay(Hook):
     def show_progress(self, at: int) -> None:
         """On a terminal a line that changes, elsewhere one a minute."""
         now = time.monotonic()
-        if now < self.shown_at + (LIVE_SECONDS if on_terminal() else 60):
+        pause, end = (LIVE_SECONDS, "\r") if on_terminal() else (60, "\n")
+        if now < self.shown_at + pause:
             return
         self.shown_at = now
-        done = max(1, at - max(0, self.begin_at))
-        left = (now - self.began) / done * (self.end_at - at)
-        minutes, seconds = divmod(int(left), 60)
-        end = "\r" if on_terminal() else "\n"
+        a_step = (now - self.began) / (at - self.begin_at + 1)
+        minutes, seconds = divmod(int(a_step * (self.end_at - at)), 60)
         print0(f"step {at}/{self.end_at}, {minutes}:{seconds:02} left", end=end)
 
     def end(self, run: Any, ended: str) -> None:

@@ -63,10 +63,6 @@ def refusal(tmp_path, *argv, **environment):
     return result.stderr
 
 
-def encode(text, meta):
-    return tokenizer_of(meta).encode(text)
-
-
 def decode(ids, meta):
     return tokenizer_of(meta).decode(ids)
 
@@ -99,6 +95,11 @@ def test_a_dataset_is_the_whole_text_and_what_its_meta_says(tmp_path, text_file,
         digest = hashlib.sha256((folder / f"{split}.bin").read_bytes()).hexdigest()
         assert meta["sha256"][f"{split}.bin"] == digest
     assert f"{meta['train_tokens']:,} tokens" in result.stdout and tokenizer in result.stdout
+    assert decode([meta.pop("start_id")], meta) == "\n"  # which an old one gets when it is opened
+    (folder / "meta.json").write_text(old := json.dumps(meta))
+    again = data.verified_meta(str(folder))
+    assert "start_id" in again and fingerprint(again) == fingerprint(meta)
+    assert (folder / "meta.json").read_text() == old
 
 
 @needs_shakespeare
@@ -126,7 +127,7 @@ def test_a_vocabulary_past_65536_is_stored_in_32_bits(tmp_path):
     assert ids(folder, "val").max() == 69_999
     assert prepare("wide", tmp_path) == (folder, meta)
     with pytest.raises(BadInput, match=r"the vocabulary lacks 'Z' '~' '\\udc80'"):
-        encode("ZZ~\udc80~", meta)
+        tokenizer_of(meta).encode("ZZ~\udc80~")
     assert meta["start_id"] == 0  # no newline: the first of the text
 
 
@@ -147,10 +148,10 @@ def test_pydoc_and_formula_need_no_network(tmp_path):
 def test_ids_are_decoded_as_a_whole_and_as_a_stream(tmp_path, text_file, tokenizer):
     """A stream never shows half a character."""
     _, meta = prepare("esel", tmp_path, str(text_file), tokenizer)
-    first = encode("Käse reisen\n🐴", meta)
+    first = tokenizer_of(meta).encode("Käse reisen\n🐴")
     assert decode(first, meta) == "Käse reisen\n🐴" == decode(first.tolist(), meta)
-    assert decode([], meta) == "" and len(encode("", meta)) == 0
-    pieces = list(stream(encode("Käse 🐴 & Esel", meta), tokenizer_of(meta)))
+    assert decode([], meta) == "" and len(tokenizer_of(meta).encode("")) == 0
+    pieces = list(stream(tokenizer_of(meta).encode("Käse 🐴 & Esel"), tokenizer_of(meta)))
     assert "".join(pieces) == "Käse 🐴 & Esel" and len(pieces) > 3
     assert not any("\ufffd" in piece for piece in pieces)
 
@@ -158,17 +159,25 @@ def test_ids_are_decoded_as_a_whole_and_as_a_stream(tmp_path, text_file, tokeniz
 # --- a dataset that is there already ---
 
 
-def test_a_dataset_is_never_overwritten_by_another(tmp_path, text_file):
-    prepare("esel", tmp_path / "data", str(text_file))
+def test_a_dataset_is_never_overwritten_by_another_nor_by_another_typed_fraction(
+    tmp_path, text_file
+):
+    typed = [f"--input={text_file}", "--val_fraction=0.25"]
+    for said in ("made", "is there already"):
+        assert said in run(tmp_path, "esel", *typed).stdout
     (tmp_path / "other.txt").write_text(TEXT + "!")
     for argv in (
-        [f"--input={text_file}", "--tokenizer=byte"],
+        [*typed, "--tokenizer=byte"],
         ["--tokenizer=byte"],
-        ["--input=other.txt"],
+        ["--input=other.txt", "--val_fraction=0.25"],
+        [typed[0], "--val_fraction=0.2"],
+        ["--val_fraction=0.2"],
     ):
         err = refusal(tmp_path, "esel", *argv)
         assert "holds another dataset: char tokens of esel.txt" in err
         assert "choose another NAME" in err
+    meta = data.verified_meta(tmp_path / "data/esel")
+    assert decode(ids(tmp_path / "data/esel", "val"), meta) == TEXT[int(0.75 * len(TEXT)) :]
 
 
 # --- bad input ---
@@ -493,15 +502,6 @@ def test_a_typed_fraction_of_few_is_kept_or_refused_and_of_one_a_tenth_is_held_o
         assert documents_of(tmp_path / "made", split) == [part]
 
 
-def test_a_plain_text_obeys_a_typed_fraction_and_another_one_is_another_dataset(tmp_path):
-    write(tmp_path / "data" / "esel.txt", TEXT.encode())
-    for flags in (["--input=data/esel.txt"], []):
-        assert run(tmp_path, "esel", *flags, "--val_fraction=0.25").returncode == 0
-        assert "another dataset" in refusal(tmp_path, "esel", *flags, "--val_fraction=0.2")
-    meta = data.verified_meta(tmp_path / "data/esel")
-    assert decode(ids(tmp_path / "data/esel", "val"), meta) == TEXT[int(0.75 * len(TEXT)) :]
-
-
 def test_a_small_corpus_has_validation_text_too(tmp_path, texts):
     """Forty books, with the default val_fraction: expected are 0.02 documents."""
     for i in range(40):
@@ -587,18 +587,9 @@ def test_a_character_that_cannot_be_seen_is_named_with_the_form_that_has_it(tmp_
         _, meta = make(tmp_path / f"made{n}", tmp_path / name, "auto" if n != 1 else "byte")
         assert ("in the normal form NFC" in capsys.readouterr().out) == (name != "one.txt")
     with pytest.raises(BadInput, match=r"lacks 'e' U\+0301; in the normal form NFC it has all"):
-        encode(two, meta)
+        tokenizer_of(meta).encode(two)
     with pytest.raises(BadInput, match=r"lacks 'Z' U\+200B$"):
-        encode("Z\u200b", meta)
-
-
-def test_an_old_dataset_gets_its_start_when_it_is_opened(tmp_path, text_file):
-    folder, meta = prepare("esel", tmp_path, str(text_file), "byte")
-    path = Path(folder, "meta.json")
-    old = {key: value for key, value in meta.items() if key != "start_id"}
-    path.write_text(json.dumps(old))
-    assert data.verified_meta(folder) == meta and meta["start_id"] == ord("\n")
-    assert "start_id" not in path.read_text() and fingerprint(old) == fingerprint(meta)
+        tokenizer_of(meta).encode("Z\u200b")
 
 
 # --- bad input ---
