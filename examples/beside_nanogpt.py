@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> None:
             prepare(text, f"{REPO}/data")
         runs = defaultdict(list)  # of each row of the tables
         facts = {
-            "command": ["examples/beside_nanogpt.py", *(argv or sys.argv[1:])],
+            "command": sys.argv,
             "date": now(),
             "git": code.git_state()[0],
             **machine.describe_machine(torch.device("cpu")),
