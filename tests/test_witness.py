@@ -203,7 +203,7 @@ def test_a_process_that_fails_before_its_first_row_leaves_the_old_ones_to_the_ne
     assert failed.rows("train") + failed.rows("eval") == rows
     assert not events(failed, "resume_checked")
     assert failed.facts["config"]["peak_lr"] == done.facts["config"]["peak_lr"]
-    assert record.last_step(record.read_run(failed.out_dir)) == 10  # a report shows it up to there
+    assert record.read_run(failed.out_dir).train["step"][-1] == 10  # a report shows it up to there
     done = run_train("run", *RUN, before=OTHER_GRADIENT)
     assert [found_at(row) for row in events(done, "resume_checked")] == [11]
     assert done.facts["config"]["peak_lr"] == 1e-3
