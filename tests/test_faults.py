@@ -464,6 +464,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_message(run_train, straight
         6,
         """
         import multiprocessing
+        time.sleep(0.5)  # till it waits: not in the middle of a batch
         os.kill(multiprocessing.active_children()[0].pid, 9)
         """,
     )

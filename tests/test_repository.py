@@ -31,7 +31,7 @@ MAX_NODES = {
 }
 MAX_NODES_IN_ALL = 55_019  # the aim is 49,800
 MAX_NODES_LOADED = 26_029  # by `import train`; the aim is 23,300
-MAX_LINES_OF_TESTS = 11_788  # tests/*.py; the aim is 11,400
+MAX_LINES_OF_TESTS = 11_789  # tests/*.py; the aim is 11,400
 MAX_WORDS = 24_500  # README.md and docs/*.md
 MAX_WORDS_OF_README = 1_300
 MAX_LINES_OF_TRAIN = 932  # the aim is 890
