@@ -9,8 +9,8 @@ better than another, or is it luck?
     python check.py --script=my_fork.py --accept=causal             # a fork; also as a plain word
 
 Takes train.py's flags, bench.py's and those below; writes what it finds to check.json in out_dir.
-docs/trouble.md explains the checks. Exit code 0: GO, or any verdict; 1: NO-GO, other bits, or a run
-failed; 2: bad input. --equal=true: 0 equal, 1 differ, 125 cannot tell.
+docs/trouble.md explains the checks. Exit code 0: GO, or any verdict; 1: NO-GO, bits differ, or a
+run failed; 2: bad input. --equal=true: 0 equal, 1 differ, 125 cannot tell.
 """
 
 import os
@@ -27,7 +27,7 @@ try:
     from checks import processes
     from checks.lines import LINES
     from checks.probes import CHECKS, OF_THE_LOOP, NotAsked
-    from checks.run_log import RunLog, first_difference, in_words
+    from checks.run_log import RunLog, first_difference
     from checks.verdicts import interval, least_pairs, verdict_on
     from plumbing import forks
     from plumbing.cli import fail, run_script
@@ -42,16 +42,16 @@ except Exception:
 only = "sanity"  # parts to run: sanity, exact, portable, seeds, against; --against=... runs that
 #  alone
 exact_runs = 4  # processes that take the same steps, [2, inf)
-exact_steps = 20  # that each of them takes, [1, inf)
+exact_steps = 20  # steps of each process, [1, inf)
 against = ""  # another configuration, "CONFIG [flags]"; with --equal=true also the folder of a run
 equal = False  # with --against: ask for the same bits, with one seed, as `git bisect run` wants it
 seeds = 0  # runs of each configuration; 0 = with --against until a verdict holds, else 5, [0, inf)
 max_seeds = 20  # with --against and --seeds=0: the most, [2, inf)
-comparisons = 1  # that are made in all, this one among them: each must show more, [1, inf)
+comparisons = 1  # comparisons you make in all; more of them widen the interval, [1, inf)
 
-accept = ""  # names of lines whose ✗ is on purpose, as causal,positions
+accept = ""  # line names whose ✗ you intend, no spaces: causal,positions
 
-MARKS = {True: "✓", False: "✗", None: "–"}
+MARKS = {True: "✓", False: "✗", None: "–", "error": "?"}
 
 
 def sanity(job):
@@ -62,43 +62,50 @@ def sanity(job):
         if name not in LINES:
             fail(f"--accept={name}: expected names of lines: {', '.join(LINES)}")
     checks = {}
-    print0("\nsanity:")
+    print0("\nsanity (✓ passed, cross: fault, ! warning, – not judged, ? raised an error):")
     for check in CHECKS:
         for name, fine, text, *passable in asked(check, job):
             mark = "!" if fine is False and any(passable) else MARKS[fine]
             mark = "accepted" if mark == "✗" and name in accepted else mark
-            holds, advice = LINES.get(name, ("", ""))
-            print0(f"  {mark} {name}: {holds or 'not asked'}: {text}")
+            holds, advice = LINES.get(name, ("stopped early (its other lines are missing)", ""))
+            print0(f"  {mark} {name}: {holds}: {text}")
             if mark in ("✗", "!") and advice:
-                print0(f"      {advice}" + f"; on purpose: --accept={name}" * (mark == "✗"))
+                print0(
+                    f"      {advice}"
+                    + f"; to accept it as intended: --accept={name}" * (mark == "✗")
+                )
             checks[name] = {"mark": mark, "found": text}
-    faults = [name for name in checks if checks[name]["mark"] == "✗"]
-    used = [name for name in checks if checks[name]["mark"] == "accepted"]
+    faults, used, errors = (
+        [name for name in checks if checks[name]["mark"] == mark] for mark in ("✗", "accepted", "?")
+    )
     for name in accepted:
         if name not in used:
             print0(
-                f"  --accept={name} is not needed: {checks.get(name, {}).get('mark', 'not asked')}"
+                f"  --accept={name} had no effect: its mark is {checks.get(name, {}).get('mark', '–')}"
             )
     go = f"GO, {len(used)} accepted: {', '.join(used)}" if used else "GO"
+    go += f"; not run because of an error: {', '.join(errors)}" if errors else ""
     print0(f"  NO-GO: {', '.join(faults)}" if faults else f"  {go}")
-    print0('  docs/trouble.md, "Before a long run", says what each check tests; inside the model a')
-    print0("  scale, a wrong base or an initialization has no reference, and is not seen")
+    print0('  docs/trouble.md, "Before a long run", says what each check tests. A wrong constant')
+    print0("  in the model (attention scale, RoPE base, initialization) is not detected")
     return {"checks": checks, "ok": not faults}
 
 
 def asked(check, job):
     """The answers of a check. An error in a check of the loop is a fault; elsewhere it says that the
-    question does not fit this model or data."""
+    question does not fit this model or data. Its name is then that of the line, if it has only one."""
     try:
         yield from check(job)
     except Exception as error:
-        name = check.__name__.replace("_", " ")
-        kind = "" if isinstance(error, NotAsked) else f"{type(error).__name__}: "
-        is_fault = check in OF_THE_LOOP and kind
+        name = check.__name__.removesuffix("_check").replace("_", " ")
+        text = " ".join(str(error).split())[:200]
+        if isinstance(error, NotAsked):
+            yield name, None, text
+            return
+        is_fault = check in OF_THE_LOOP
         if is_fault:
             traceback.print_exc()
-        text = " ".join(str(error).split())[:200]
-        yield name, False if is_fault else None, kind + text
+        yield name, False if is_fault else "error", f"{type(error).__name__}: {text}"
 
 
 # ---- the same bits? ------------------------------------------------------------------------------
@@ -143,15 +150,16 @@ def equal_bits(job, script, words):
     other = Path(against)
     if not (other / "metrics.jsonl").is_file():
         other = trained(job, "second", script, words)
-    return same_bits("equal", other, folder, kinds=("train", "eval"))
+    return same_bits("compared with --against", other, folder, kinds=("train", "eval"))
 
 
 def same_bits(title, first, *folders, **options):
     """Do the runs in these folders have the bits of the first one? Prints where they differ."""
     found = [first_difference(first, folder, **options) for folder in folders]
-    print0(f"\n{title}: {'other bits' if any(found) else 'the same bits'}")
+    print0(f"\n{title}: {'the bits differ' if any(found) else 'the same bits'}")
+    words = "  step {step}: {field} {then!s:.20} in the reference, {now!s:.20} here"
     for difference in filter(None, found):
-        print0(f"  {in_words(difference)}")
+        print0(words.format(**difference))
     return {"ok": not any(found), "found": found}
 
 
@@ -203,11 +211,11 @@ def compare(job):
     rows = with_mean(runs)
     low, high = interval(differences, comparisons)
     print0(
-        f"  mean difference {mean(differences):+.4f}, 95% interval {low:+.4f} to {high:+.4f}\n"
-        f"  (the interval holds however often one looks; comparisons {comparisons})"
+        f"  mean difference of the loss, first minus --against: {mean(differences):+.4f}, 95% interval {low:+.4f} to {high:+.4f}\n"
+        f"  (below 0: the first is better; valid at any stopping point; corrected for --comparisons={comparisons})"
     )
     ratio = rows["mean"]["seconds"] / rows["mean"]["other seconds"]
-    print0(f"  time: first / second {ratio:.2f}\nverdict: {verdict}")
+    print0(f"  time: first / --against {ratio:.2f}\nverdict: {verdict}")
     return {"runs": rows, "interval": [low, high], "time": ratio, "verdict": verdict}
 
 
@@ -247,7 +255,7 @@ def main(argv=None):
     except Exception as error:
         if "--equal=true" not in argv:
             raise
-        print(f"check.py: {error}", file=sys.stderr)
+        print(f"check.py: cannot tell (exit 125): {error}", file=sys.stderr)
         return 125
     return int(not all(facts.get(part, {}).get("ok", True) for part in PARTS))
 

@@ -88,6 +88,16 @@ class Muon(torch.optim.Optimizer):
     def __getstate__(self) -> dict:  # for a copy of an optimizer
         return super().__getstate__() | {"parts": self.parts}
 
+    def flops_per_step(self) -> float:
+        """FLOPs of orthogonal() for all matrices: the same for every batch."""
+        total = 0
+        for group in self.param_groups:
+            for weight in group["params"]:
+                parts = self.parts.get(weight, 1)
+                rows, columns = sorted((weight.size(0) // parts, weight.size(1)))
+                total += parts * 5 * (4 * rows * rows * columns + 2 * rows**3)
+        return total
+
     @torch.no_grad()
     def step(self) -> None:
         """As torch's fused optimizers do, it obeys `self.found_inf` without waiting for it: both

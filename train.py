@@ -226,6 +226,8 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
             begin_from(run, init_from, saved)
         if saved:
             resuming.load_checkpoint(run, saved, FRESH_STATE, POSITION)
+            if evaluate.__module__ == __name__:  # it is not a fork's
+                resuming.begin_best_anew(run, saved, FRESH_STATE)
             saved = None  # unmaps the file: its disk space is free once it is pruned
         yield run
 
@@ -549,9 +551,8 @@ def sequences_at(step: int) -> int:
 def load_batches(run: Run) -> Iterator:
     """The batches to come, read ahead by num_workers processes."""
     places = batches_to_come(run.state)
-    timeout = 60 * ranks.HANG_MINUTES
     reader = data.Reader(run.train_data, seed)
-    return data.batches(reader, places, run.device, num_workers, prefetch_factor, timeout)
+    return data.batches(reader, places, run.device, num_workers, prefetch_factor)
 
 
 def batches_to_come(state: dict) -> Iterator[tuple[int, int]]:
@@ -814,8 +815,7 @@ def count_evaluation(numbers: dict, state: dict) -> bool:
 
 def what_is_due(run: Run) -> SimpleNamespace:
     """What is due after a step, by its number, a hook or a signal: for all ranks if for one."""
-    step = run.state["step"]
-    signals = run.signals
+    step, signals = run.state["step"], run.signals
     last = step == max_steps
     due = SimpleNamespace(
         ending=("finished", 0) if last else None,  # (how, exit code)

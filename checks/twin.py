@@ -33,10 +33,10 @@ STOPPED = 3  # finished steps when a signal comes, in the second epoch of a text
 CLEARED = 5  # the step that finds averages without noise: the evaluation after it is the best
 NO_MEMORY = 4  # the step in which memory runs out once: then a pass takes one sequence
 EVENTS = {  # number of a step: what happened in it
-    MASKED + 1: ", in which a micro-batch has no targets",
-    NOT_FINITE + 1: ", whose gradient was made NaN",
-    STOPPED + 1: ", the first after a stop and a resume",
-    NO_MEMORY + 1: ", in which memory ran out once",
+    MASKED + 1: ", where check.py masks a micro-batch",
+    NOT_FINITE + 1: ", where check.py makes the gradient NaN",
+    STOPPED + 1: ", the first after check.py stopped and resumed the run",
+    NO_MEMORY + 1: ", where check.py simulates out of memory",
 }
 
 KNOBS = {
@@ -100,21 +100,24 @@ def twin_checks(job):
     yield "steps", *compare(twin.steps, rows, of_rows)
     logged = [row for (_, kind), row in rows.items() if kind == "train"][: len(twin.steps) - 1]
     by_rate = sum(row["tokens_per_sec"] * row["step_ms"] / 1000 for row in logged)
-    text = f"{by_rate:,.0f} tokens by them, {twin.batch_tokens:,} in the batches"
+    text = (
+        f"tokens_per_sec x time gives {by_rate:,.0f} tokens, the batches hold {twin.batch_tokens:,}"
+    )
     yield "rates", abs(by_rate / twin.batch_tokens - 1) < 0.01, text
     events = [row["step"] for (_, kind), row in rows.items() if kind == "out_of_memory"]
-    yield "events", events == [NO_MEMORY + 1], f"out of memory: {events}, in step {NO_MEMORY + 1}"
+    yield "events", events == [NO_MEMORY + 1], f"logged at {events}, simulated in {NO_MEMORY + 1}"
     yield "evaluations", *compare(twin.evaluations, rows, of_rows)
     end = max(step for step, kind in rows if kind == "train")
     error, name = max(twin.errors(checkpoint.load(folder / checkpoint.file_name(end))))
-    yield "weights", error < of_weights, f"{name} is off by {error:.2g} of its way"
+    yield "weights", error < of_weights, f"{name} is off by {error:.2g} of the distance it moved"
     _, best = min((number_of(row.get("val_loss")), step) for (step, _), row in rows.items())
     step = checkpoint.load(folder / "best.pt")["state"]["step"]
     yield "best", step == best, f"it is of step {step}, and the lowest loss of step {best}"
     for (_, kind), row in rows.items():
         if kind == "resume_checked":
             fine = row["first_difference"] is None if row["compared"] else None
-            yield "resume", fine, f"{row['equal']} of {row['compared']} rows are equal"
+            text = f"{row['equal']} of {row['compared']} rows are equal"
+            yield "resume", fine, text if row["compared"] else "no row was computed twice"
 
 
 def tolerances():
@@ -128,16 +131,15 @@ def compare(expected, rows, tolerance):
     numbers are expected."""
     for (step, kind), row in sorted(expected.items()):
         for name, number in row.items():
-            logged = number_of(rows.get((step, kind), {}).get(name))  # NaN stands there as null
+            found = rows.get((step, kind), {})
+            logged = number_of(found.get(name))  # NaN stands there as null
             of_shares = 0.01 * (name == "val_accuracy")
             if not np.isclose(logged, number, tolerance, of_shares, equal_nan=True):
                 where = f"step {step}{EVENTS.get(step, '')}"
-                return (
-                    False,
-                    f"{where}: {name} is {logged:.7g} in the log, {number:.7g} in plain.py",
-                )
-    own = None, "evaluate() is the script's own, or there are several sets"
-    return (True, f"{len(expected)} rows") if expected else own
+                shown = f"{logged:.7g}" if name in found else "missing"
+                return False, f"{where}: {name} is {shown} in the log, {number:.7g} in plain.py"
+    own = None, "evaluate() is the script's own, or there are several validation sets"
+    return (True, f"{len(expected)} rows compared") if expected else own
 
 
 def numbers_in(out):

@@ -39,6 +39,8 @@ datasets = "shakespeare pydoc"  # texts, each with a table of its own
 seeds = 5  # runs of each row on each text, [1, inf)
 seed = 1337  # of the first of them, [0, 4294967295]
 steps = 0  # of each run, [0, inf); 0 = as its command says
+rows = ""  # those whose names have this part; "" = all
+flags = ""  # added to the commands of this loop, such as --eval_interval=20
 six_layers = False  # nanoGPT's recipe for a GPU: 6 layers, 384 wide, 5,000 steps, dropout
 out_dir = "out/beside_nanogpt"
 
@@ -53,6 +55,9 @@ SAME = "examples/gpt2.py --bias=false --gelu=none --beta2=0.99 --report=false"
 ROWS = {
     "nanoGPT": f"nanoGPT {NANOGPT_RECIPE}",
     # nanoGPT evaluates 9 times 30,720 tokens; this one 3 times the split, of 111,540 or so
+    "nanoGPT at four times its rate": (
+        f"nanoGPT {NANOGPT_RECIPE} --learning_rate=4e-3 --min_lr=4e-4"
+    ),
     "same model, same recipe, this loop": (
         f"{SAME} --n_layer=4 --batch_size=12 --decay_steps=2000 --dtype=float32 --eval_interval=1000"
     ),
@@ -110,6 +115,7 @@ FORMATS = {  # of the columns of a table
 def main(argv: list[str] | None = None) -> None:
     with configured(globals(), argv=argv):
         commands = SIX_LAYERS if six_layers else ROWS
+        commands = {row: command for row, command in commands.items() if rows in row}
         texts = datasets.split()
         for text in texts:
             prepare(text, f"{REPO}/data")
@@ -136,7 +142,7 @@ def main(argv: list[str] | None = None) -> None:
 def measure(command: str) -> dict:
     """The numbers of one run."""
     script, *words = command.split()
-    start, home = [script], REPO
+    start, home = [script, *flags.split()], REPO
     if script == "nanoGPT":
         home = os.environ.get("NANOGPT", "")
         start = ["-c", source_of_nanogpt(Path(home, "train.py"))]
@@ -175,18 +181,30 @@ def summary(runs: list[dict]) -> dict:
 
 
 def draw(runs: dict) -> None:
-    """Loss against wall time, a line for each run."""
+    """Loss against wall time on the first text: the mean and deviation over the seeds at each
+    evaluation, at its median time. Dotted: where the first row ends."""
     from matplotlib import pyplot as plt
 
-    for number, (name, each) in enumerate(runs.items()):
-        seconds, losses = np.array([run["curve"] for run in each]).T
-        first, *_ = plt.semilogx(seconds, losses, f"C{number}.-")
-        first.set_label(name)
-    plt.legend(loc="lower left", bbox_to_anchor=(0, 1))
-    plt.xlabel("seconds since the start")
-    plt.ylabel("validation loss (nats)")
-    facts = {"Command": "python examples/beside_nanogpt.py"}
-    plt.savefig(f"{out_dir}/loss.png", metadata=facts, bbox_inches="tight")
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    text = next(iter(runs)).partition(": ")[0]
+    for name, each in runs.items():
+        if name.startswith(text):
+            curves = np.array([run["curve"] for run in each])  # (seeds, evaluations, 2)
+            seconds, losses = np.median(curves, 0)[:, 0], curves.mean(0)[:, 1]
+            spread = curves.std(0)[:, 1]
+            (line,) = axes.plot(seconds, losses, ".-", label=name.removeprefix(f"{text}: "))
+            colour = line.get_color()
+            axes.fill_between(seconds, losses - spread, losses + spread, color=colour, alpha=0.2)
+            if name == next(iter(runs)):
+                axes.axhline(losses[-1], linestyle=":", color=colour)
+    axes.set(xscale="log", xlabel="seconds since the start of the process")
+    axes.set(ylabel="validation loss (nats)", ylim=(None, 3))
+    axes.set_xticks([5, 10, 20, 50, 100, 200], "5 10 20 50 100 200".split(), minor=False)
+    axes.minorticks_off()
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    facts = {"Command": " ".join(["python", *sys.argv])}
+    figure.savefig(f"{out_dir}/loss.png", metadata=facts, dpi=150)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The warm-up pass, and torch.compile."""
 
-import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -12,8 +11,6 @@ from plumbing.console import one_line
 from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
 from plumbing.ranks import checksum, world_size
 from plumbing.snapshot import Snapshot, clone
-
-MANY_GRAPHS = 10  # compiled by one process, before a warning
 
 
 def warm_up(
@@ -56,26 +53,13 @@ def warm_up(
 
 
 def compiled(run) -> nn.Module:
-    """The compiled model. Records an event when many shapes have been compiled."""
+    """The compiled model. torch says on stderr why it compiles another shape."""
     from torch._dynamo import config as dynamo  # only here: they take most of a second
     from torch._inductor import config as inductor
 
     inductor.deterministic = torch.are_deterministic_algorithms_enabled()  # no choice by timing
     # Every shape is compiled: past torch's limit, later shapes would compute in eager mode, and in
-    # a resumed process, which counts anew, other ones. Each time, torch says why.
+    # a resumed process, which counts anew, other ones.
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 10**6
     torch._logging.set_logs(recompiles=True)
-    reasons = []
-
-    def see(record: logging.LogRecord) -> bool:
-        reasons.append(record.getMessage().rpartition("- ")[2])
-        if len(reasons) == MANY_GRAPHS - 1:
-            hint = "pad batches to a few widths, or --compile=false"
-            why = one_line(reasons[-1])
-            run.folder.event(
-                run.state["step"], "many_graphs", count=MANY_GRAPHS, why=why, hint=hint
-            )
-        return True
-
-    logging.getLogger("torch._dynamo.guards.__recompiles").filters = [see]
     return torch.compile(run.model, dynamic=False)

@@ -181,6 +181,8 @@ def change_words(changed: dict[str, list]) -> str:
 def print_plan(run: Any, peak: tuple, changed: dict) -> None:
     """Print the plan of the run. peak: (FLOP/s or NaN, source). changed: {knob: [then, now]} since
     the checkpoint it resumes."""
+    from plumbing.machine import flops_per_token  # which imports torch: prepare_data.py need not
+
     start = f"resumes from {run.path}" if run.path else f"new, in {run.folder.path}"
     print_wrapped(f"run      {start}")
     if changed:
@@ -208,6 +210,12 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
         "peak": f"{rate} ({source})",
     }
     print_wrapped(PLAN.format(**known))
+    in_update = sum(getattr(each, "flops_per_step", int)() for each in run.optimizers)
+    in_model = flops_per_token(run.model) * known["tokens"]
+    if in_update > in_model / 10:  # what orthogonal updates cost does not shrink with the batch
+        print0(
+            f"update   {in_update / 1e9:,.3g} GFLOP a step, and {in_model / 1e9:,.3g} in the model"
+        )
 
 
 def share_words(sequences: int, ranks: int) -> str:

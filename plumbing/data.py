@@ -310,11 +310,11 @@ def batches(
     device: Any,
     num_workers: int = 0,
     prefetch_factor: int = 2,
-    timeout: float = 0,
 ) -> Iterator[tuple]:
     """Yields (inputs, targets, milliseconds waited), on the device: dataset[place] for each of
-    `places`, which `num_workers` processes read ahead; 0 = this one reads. timeout: seconds that it
-    waits for a worker, before torch's RuntimeError; a worker that dies raises it, too."""
+    `places`, which `num_workers` processes read ahead; 0 = this one reads. If one of them dies,
+    torch raises RuntimeError: at once by a signal, or within five seconds, as the standard library
+    may swallow that error. With a timeout of ours, torch would not look every five seconds."""
     import torch
 
     atexit.register(kill_workers)
@@ -324,7 +324,6 @@ def batches(
         batch_size=None,
         num_workers=num_workers,
         prefetch_factor=prefetch_factor if num_workers else None,
-        timeout=timeout if num_workers else 0,
         collate_fn=list,  # arrays go through a pipe; tensors would hang on a full /dev/shm
         worker_init_fn=live_as_long_as_the_run,
         generator=torch.Generator(),  # or it would draw a seed from the global generator
@@ -356,7 +355,9 @@ def end_with_parent() -> None:
 
 def kill_workers() -> None:
     """At the exit: Python would end workers by SIGTERM, which they ignore, and wait for them."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error
+    with suppress(RuntimeError):  # torch's handler raises it for a worker that ends meanwhile
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()

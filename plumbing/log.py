@@ -192,7 +192,7 @@ class Witness:
         old = self.old_rows.pop((step, kind), None)
         if not old:
             if self.whole and row["kind"] != "event":
-                self.differ(step, f"{kind} row", "missing", "there")
+                self.differ(step, f"{kind} row", "absent", "present")
         elif self.whole or old.get("sequences") == row.get("sequences"):
             both = [name for name in old if name in row and name in self.fields]
             names = [name for name in both if json.dumps(old[name]) != json.dumps(row[name])]
@@ -214,4 +214,4 @@ class Witness:
         """After the last row of a whole log: the old rows that were not seen."""
         for step, kind in sorted(self.old_rows):
             if kind != "saved":
-                self.differ(step, f"{kind} row", "there", "missing")
+                self.differ(step, f"{kind} row", "present", "absent")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from plumbing.cli import RunFailed, fail
 
-HANG_MINUTES = 30  # longest wait for another rank, or for a worker's batch
+HANG_MINUTES = 30  # longest wait for another rank
 
 
 @contextlib.contextmanager

@@ -3,18 +3,23 @@
 import copy
 import math
 import platform
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.functional import cross_entropy
 
 from plumbing import checkpoint, code
 from plumbing.cli import Config, fail, product, show
 from plumbing.console import best_words, change_words, print0, shown
+from plumbing.data import Reader, to_device
+from plumbing.fields import means_of, sets_of
 from plumbing.files import digest_of, read_json
 from plumbing.machine import choose_dtype, device_name
 from plumbing.ranks import from_rank0, world_size
 from plumbing.run_folder import RunFolder
+from plumbing.snapshot import evaluating
 from plumbing.witness import ResumeCheck
 
 # Knobs that are resolved once, and the value that asks for nothing. A resume takes the checkpoint's
@@ -23,6 +28,8 @@ KEPT = {"dtype": "auto", "compile": "auto", "warmup_steps": None, "decay_steps":
 PLACES = ("out_dir", "data_dir", "resume")  # knobs that a resume does not mention
 # Facts that a resume mentions, beside knobs and code, if they have changed
 FACTS = ("script", "torch", "python", "device", "threads", "ranks", "micro_batch", "git_commit")
+# What a run has of its best evaluation, in its state
+BEST = ("best_score", "best_val_loss", "best_step", "score_to_beat", "evals_since_best")
 
 
 # ---- what computes -------------------------------------------------------------------------------
@@ -118,6 +125,26 @@ def load_checkpoint(run: Any, saved: dict, fresh_state: dict, position: tuple) -
     if not run.folder.owns(run.path):
         kept = {key: run.state[key] for key in position}
         run.state.update(copy.deepcopy(fresh_state) | kept)
+
+
+@torch.no_grad()
+def begin_best_anew(run: Any, saved: dict, fresh_state: dict) -> None:
+    """For a run of before 2026-11-28, whose checkpoints do not say how many rows the data has, and
+    which was evaluated by the cross-entropy of model(inputs). If the model returns another loss, as
+    with an auxiliary term in it, say so, and forget the best."""
+    if "rows" in saved["run"] or not run.folder.owns(run.path):
+        return
+    dataset, *_ = sets_of(run.val_data).values()
+    with evaluating(run), suppress(Exception):  # without logits it had an evaluation of its own
+        inputs, targets = to_device(Reader(dataset, 0)[0, 1], run.device)
+        now = means_of(run.model(inputs, targets), in_training=False)["loss"]
+        logits = run.model(inputs).float()
+        if not now.isclose(cross_entropy(logits.flatten(0, -2), targets.flatten()), rtol=1e-4):
+            run.state |= {name: fresh_state[name] for name in BEST}
+            print0(
+                "evaluated by the cross-entropy of model(inputs) so far, and from here on by the "
+                "loss that the model returns, which is another one: the best begins anew"
+            )
 
 
 # ---- may this run continue? ----------------------------------------------------------------------

@@ -58,7 +58,7 @@ LORA, SCHEDULE_FREE, REGRESSION, MASKED, SHIFTED, DOCUMENTS, MIXTURE = (
     if language == "python"
 )
 FLAGS = ["--max_steps=12", "--save_interval=4", "--eval_interval=4", "--audit_interval=5"]
-EDIT = "a change on purpose belongs into plain.py"
+EDIT = "find what changes the number named above"
 MORE = {
     LORA: [],
     SCHEDULE_FREE: ["--ema_decay=0.9", "--schedule=constant"],

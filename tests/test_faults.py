@@ -464,7 +464,6 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_message(run_train, straight
         6,
         """
         import multiprocessing
-        time.sleep(0.5)  # till it waits: not in the middle of a batch
         os.kill(multiprocessing.active_children()[0].pid, 9)
         """,
     )
@@ -558,18 +557,14 @@ def test_a_loss_above_its_first_value_is_an_event_and_training_continues(run_tra
 
 
 @pytest.mark.slow
-def test_many_widths_of_batches_are_an_event_of_a_compiled_run(run_train):
-    """One, which says why, and what to do."""
+def test_each_width_of_a_compiled_run_is_compiled_and_torch_says_why(run_train):
     widths = """
 def padded(self, place, inner=train.ShuffledWindows.__getitem__):
     return [part[:, : 12 + place[0] // 8 % 5] for part in inner(self, place)]
 train.ShuffledWindows.__getitem__ = padded
-train.compiler.MANY_GRAPHS = 4
 """
     done = run_train("run", "--compile=true", "--max_steps=6", before=widths, timeout=600)
-    (event,) = events(done, "many_graphs")
-    assert (event["step"], event["count"]) == (3, 4) and "--compile=false" in event["hint"]
-    assert "expected 14, actual 15" in event["why"]
+    assert "expected 14, actual 15" in done.stderr
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers import Recurrent, build, build_trained
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from optim import Muon, configure_optimizers, orthogonal
 
@@ -70,6 +71,9 @@ def test_muon_takes_the_steps_of_torchs_own(emulated, monkeypatch):
     square = orthogonal(torch.randn(16, 16))
     assert square.dtype == (torch.float32 if emulated else torch.bfloat16)
     assert torch.linalg.svdvals(square.float()).sub(1).abs().median() < 0.3
+    with FlopCounterMode(display=False) as counter:
+        pair[0].step()
+    assert counter.get_total_flops() == pair[0].flops_per_step()
 
 
 def test_muon_orthogonalizes_each_part_that_the_model_names():

@@ -342,7 +342,7 @@ def other_seed(done):
 FORGERIES = {  # name -> (what was done to a good run, what --verify says)
     "loss": (edit_number(6, "train", "loss"), "step 6: loss "),
     "val_loss": (edit_number(6, "eval", "val_loss"), "step 6: val_loss "),
-    "a train row cut": (without(6, "train"), "step 6: train row missing then, there now"),
+    "a train row cut": (without(6, "train"), "step 6: train row absent then, present now"),
     "a train row twice": (with_row(12), "step 12: loss 1.0 then"),
     "a train row more": (one_step_more, "ends before step 13"),
     "saves cut": (without(8, "saved"), "ckpt_00000008.pt is not what was saved"),

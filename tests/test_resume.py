@@ -253,6 +253,32 @@ def test_what_a_checkpoint_leaves_out_shows_in_the_hash(run_train, whole, change
     assert found >= differs if differs else not found
 
 
+@pytest.mark.parametrize("term", ["", "result = result + 0.1"])
+def test_the_best_of_a_run_that_was_evaluated_otherwise_begins_anew(run_train, term):
+    """Of before 2026-11-28, by the logits, if the model returns another loss than their own."""
+    done = run_train("run", *FLAGS, before=stop_at(13), code=143)
+    checkpoint = torch.load(done.checkpoint(13), weights_only=True)
+    del checkpoint["run"]["rows"]
+    checkpoint["state"]["best_score"] = best = -1.0  # never reached
+    torch.save(checkpoint, done.checkpoint(13))
+    returned = f"""
+def forward(self, inputs, targets=None, inner=train.build_model.__globals__["GPT"].forward, **more):
+    result = inner(self, inputs, targets, **more)
+    if targets is not None and self.training:
+        {term or "pass"}
+    elif targets is not None:
+        result, numbers = result
+        {term or "pass"}
+        result = result, numbers
+    return result
+train.build_model.__globals__["GPT"].forward = forward
+"""
+    done = run_train("run", *FLAGS, before=returned)
+    assert ("the best begins anew" in done.stdout) == bool(term)
+    found = torch.load(done.checkpoint(STEPS), weights_only=True)["state"]["best_score"]
+    assert (found > 0) if term else found == best
+
+
 # ---- another command -----------------------------------------------------------------------------
 
 
