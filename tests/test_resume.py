@@ -299,12 +299,12 @@ def test_a_smoke_run_is_never_extended_past_the_end_of_its_schedule_in_silence(r
     """`--max_steps=2` to try it, then the real command: not 28 steps at the lowest rate."""
     smoke = run_train("run", *FLAGS, "--max_steps=2", "--warmup_steps=2")
     flags = (*FLAGS, "--warmup_steps=2")
-    before = {path: path.read_bytes() for path in smoke.out_dir.iterdir()}
+    before = {path: path.read_bytes() for path in smoke.out_dir.iterdir() if path.is_file()}
     refused = run_train("run", *flags, code=2)
     assert "planned for 2 steps" in refused.stderr
     for typed in ("--out_dir=run --decay_steps=30", "--out_dir=run --decay_steps=2"):
         assert typed in refused.stderr
-    assert {path: path.read_bytes() for path in smoke.out_dir.iterdir()} == before
+    assert {path: path.read_bytes() for path in smoke.out_dir.iterdir() if path.is_file()} == before
     shutil.copytree(smoke.out_dir, smoke.out_dir.parent / "last")
     last = run_train("last", *flags, "--decay_steps=2")
     anew = run_train("run", *flags, "--decay_steps=30")
@@ -334,14 +334,16 @@ def test_a_default_warmup_shrinks_to_a_tenth_and_changes_no_past_rate(run_train,
 
 def test_a_checkpoint_of_another_run_seeds_an_empty_folder(run_train, whole, tmp_path):
     source = run_train("source", *FLAGS, before=stop_at(13), code=143)
-    before = {path: path.read_bytes() for path in source.out_dir.iterdir()}
+    before = {path: path.read_bytes() for path in source.out_dir.iterdir() if path.is_file()}
     seed = f"--resume={source.checkpoint(13)}"
     done = run_train("run", *FLAGS, seed, before=stop_at(ACROSS), code=143)
     done = run_train("run", *FLAGS, seed)  # the same command: it resumes the run that is here
     assert [row["step"] for row in events(done, "resume")] == [13, ACROSS]
     ours, expected = done.fingerprint(STEPS), whole().fingerprint(STEPS)
     assert all(ours[part] == expected[part] for part in ("model", "optimizer", "rng"))
-    assert {path: path.read_bytes() for path in source.out_dir.iterdir()} == before
+    assert {
+        path: path.read_bytes() for path in source.out_dir.iterdir() if path.is_file()
+    } == before
 
 
 ANOTHER_GROUP = """
@@ -358,13 +360,15 @@ result[0].param_groups[0]["params"].reverse()  # moments would go to other weigh
 def test_another_grouping_of_weights_is_refused_by_name(run_train):
     """At the resume; and at the save, where a group was added in mid-run."""
     stopped = run_train("run", *FLAGS, before=stop_at(13), code=143)
-    before = {path: path.read_bytes() for path in stopped.out_dir.iterdir()}
+    before = {path: path.read_bytes() for path in stopped.out_dir.iterdir() if path.is_file()}
     another = [around("configure_optimizers", then=t) for t in (ANOTHER_GROUP, ANOTHER_ORDER)]
     done = run_train("run", *FLAGS, before=another[0], code=2)
     assert "grouping of weights" in done.stderr and "--out_dir=" in done.stderr
     done = run_train("run", *FLAGS, before=another[1], code=2)
     assert "grouping of weights" in done.stderr and "--out_dir=" in done.stderr
-    assert {path: path.read_bytes() for path in stopped.out_dir.iterdir()} == before
+    assert {
+        path: path.read_bytes() for path in stopped.out_dir.iterdir() if path.is_file()
+    } == before
     own = "{'params': [torch.nn.Parameter(torch.ones(2))]}"
     late = at_step(13, f"run.optimizers[0].add_param_group({own})")
     done = run_train("late", *FLAGS, before=late, code=1)
