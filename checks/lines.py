@@ -41,8 +41,8 @@ LINES = {
         "in this layer",
     ),
     "dropout": (
-        "masks of dropout modules differ by row and pass, and keep the mean",
-        "draw a mask of the shape of the activations each time, and divide by 1 - dropout",
+        "dropout is off in eval mode; its masks differ by row and pass, and keep the mean",
+        "use self.training; draw a mask of the activations' shape each time; divide by 1 - dropout",
     ),
     "batches": ("two batches differ", "dataset[first, count] ignores `first`, or the data repeats"),
     "seeds": (

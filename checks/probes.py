@@ -252,6 +252,7 @@ def loss_check(job):
         in_training_only = {} if training else {"label_smoothing": 0.1, "dropout": 0.1}
         model = new_model(job, **in_training_only).train(training)
         inputs, targets = (random_tokens(job, 4, train.block_size) for _ in "xy")
+        targets[::2] = seeded(model, inputs).argmax(-1)[::2]  # so some predictions are right
         counts = torch.rand(targets.shape) < 0.05
         counts[:, [0, -1]] = True
         targets = targets.where(counts.to(job.device), -100)
@@ -310,14 +311,19 @@ def loss_moved(model, weight, change, batch):
 
 
 def dropout_check(job):
-    """Of each module for dropout: two rows and two passes have other masks, and the mean is kept."""
-    parts = [
-        part for part in new_model(job, dropout=0.5).modules() if "Drop" in type(part).__name__
-    ]
-    if not train.dropout or not parts:
-        raise NotAsked('dropout is 0, or no module has "Drop" in its class name')
+    """Is dropout off in eval mode? Of each module for it, have two rows and two passes other masks,
+    and is the mean kept?"""
+    tokens = random_tokens(job, 2, train.block_size)
+    models = [new_model(job, dropout=share) for share in (0.0, 0.5)]
+    parts = [part for part in models[1].modules() if "Drop" in type(part).__name__]
     ones = torch.ones(2, 2048, device=job.device)
     passes = [part(ones) for part in parts for _ in "12"]
+    draws = [not torch.equal(model.eval()(tokens), model(tokens)) for model in models]
+    if draws == [False, True]:
+        yield "dropout", False, "it is on in eval mode"
+        return
+    if not train.dropout or not parts:
+        raise NotAsked('dropout is 0, or no module has "Drop" in its class name')
     rows = [row for each in passes for row in each]
     repeated = any(map(torch.equal, rows, rows[1:]))
     off_by = max(abs(each.mean().item() - 1) for each in passes)
