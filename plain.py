@@ -178,7 +178,7 @@ def configure_optimizers(model) -> list[torch.optim.Optimizer]:
             vectors.append(weight)
         elif isinstance(layer, torch.nn.Embedding):
             embeddings.append(weight)
-        elif name.startswith(model.muon_prefix):
+        elif weight.ndim == 2 and name.startswith(model.muon_prefix):
             hidden[weight] = weight.data.chunk(getattr(layer, "muon_parts", 1))  # q, k, v: 3
         else:
             heads.append(weight)
@@ -204,8 +204,8 @@ def configure_optimizers(model) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD(groups, momentum=momentum, fused=True, **decay)]
     if optimizer != "muon":
         raise ValueError(f"optimizer={optimizer!r}: expected adamw, adam, sgd, momentum or muon")
-    parts = [part for parts in hidden.values() for part in parts]
-    muon = torch.optim.Muon(parts, momentum=momentum, adjust_lr_fn="match_rms_adamw", **decay)
+    parts = {"params": [part for parts in hidden.values() for part in parts]}
+    muon = torch.optim.Muon([parts], momentum=momentum, adjust_lr_fn="match_rms_adamw", **decay)
     muon.register_step_pre_hook(share_gradients)
     # a row of an embedding learns only where its token stands; the loss is steep in the head
     groups = {"params": embeddings, "lr_scale": 2.0}, {"params": heads, "lr_scale": 0.5}, undecayed

@@ -213,7 +213,9 @@ def prepare(run):
 @torch.no_grad()
 def spoil(run, step):
     """Before some steps, averages get more and more noise, or none: so that evaluations get worse,
-    better and worse."""
+    better and worse. Before the stop the rate is halved, as by a plateau."""
+    if step == STOPPED - 1:
+        run.state["lr_factor"] /= 2
     if step == CLEARED:
         for name, average in run.ema.items():
             average.copy_(run.model.get_parameter(name))
@@ -297,7 +299,6 @@ class PlainLoop:
         self.sequences = self.tokens = 0
         self.best_loss = self.loss_to_beat = math.inf
         self.without_best = 0  # evaluations
-        self.lr_factor = 1.0
         self.steps, self.evaluations = {}, {}  # (step, kind): the row that the run must have logged
         self.batch_tokens = 0
 
@@ -322,7 +323,7 @@ class PlainLoop:
             return
         self.without_best += 1
         if self.without_best % train.plateau_patience == 0:
-            self.lr_factor *= train.plateau_factor
+            self.run.state["lr_factor"] *= train.plateau_factor
 
     def in_plain(self, step):
         """A context in which plain.py has the run's knobs, and its size of a micro-batch in `step`."""
@@ -345,7 +346,7 @@ class PlainLoop:
         inputs, targets = data.to_device(batch, self.run.device)
         self.sequences += count
         self.batch_tokens += targets.numel()
-        lr = train.lr_at(step) * self.lr_factor
+        lr = train.lr_at(step) * self.run.state["lr_factor"]
         spoil(self.run, step)
         before = clone([self.model.state_dict(), *(part.state_dict() for part in self.optimizers)])
         with self.in_plain(step), events(step, self.model, targets), precision_of_muon(self.run):
