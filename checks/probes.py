@@ -23,8 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import plain
 import train
 from checks.twin import in_plain, loss_in, numbers_in, setting, twin_checks, with_roles
-from model import InvalidShape
-from plumbing import data, machine
+from plumbing import cli, data, machine
 
 PROBED = 4096  # tokens that one probe of the model may compute
 MAX_LOGITS = 2**25  # numbers that it may return
@@ -439,7 +438,7 @@ def knobs_check(job):
     numbers = numbers_of_a_short_run(job)
     tried = {}  # name: whether it has no effect
     for name in names:
-        with suppress(InvalidShape), setting(**{name: defaults[name]}):  # a default may not fit
+        with suppress(cli.BadInput), setting(**{name: defaults[name]}):  # it may not fit
             tried[name] = numbers_of_a_short_run(job) == numbers
     dead = {name for name in tried if tried[name]}
     text = (

@@ -299,6 +299,14 @@ def test_a_resume_that_compared_nothing_is_not_asked(checks, monkeypatch):
     assert fine is None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", "shakespeare shakespeare_plain shakespeare_fast".split())
+def test_a_configuration_of_the_repository_is_go(name, tmp_path, data_dir):
+    where = f"--data_dir={data_dir}", "--dataset=small", f"--out_dir={tmp_path}"
+    done = run_python("check.py", f"config/{name}.py", *where)
+    assert done.stdout.splitlines()[-3] == "  GO", done.stdout + done.stderr
+
+
 SOUND = "drop_path residual_scalars second_head switch from_checkpoint".split()
 
 
