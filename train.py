@@ -227,7 +227,7 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         if saved:
             resuming.load_checkpoint(run, saved, FRESH_STATE, POSITION)
             if evaluate.__module__ == __name__:  # it is not a fork's
-                resuming.begin_best_anew(run, saved, FRESH_STATE)
+                resuming.reset_best(run, saved, FRESH_STATE)
             saved = None  # unmaps the file: its disk space is free once it is pruned
         yield run
 

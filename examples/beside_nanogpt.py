@@ -39,7 +39,6 @@ datasets = "shakespeare pydoc"  # texts, each with a table of its own
 seeds = 5  # runs of each row on each text, [1, inf)
 seed = 1337  # of the first of them, [0, 4294967295]
 steps = 0  # of each run, [0, inf); 0 = as its command says
-rows = ""  # those whose names have this part; "" = all
 flags = ""  # added to the commands of this loop, such as --eval_interval=20
 six_layers = False  # nanoGPT's recipe for a GPU: 6 layers, 384 wide, 5,000 steps, dropout
 out_dir = "out/beside_nanogpt"
@@ -115,7 +114,6 @@ FORMATS = {  # of the columns of a table
 def main(argv: list[str] | None = None) -> None:
     with configured(globals(), argv=argv):
         commands = SIX_LAYERS if six_layers else ROWS
-        commands = {row: command for row, command in commands.items() if rows in row}
         texts = datasets.split()
         for text in texts:
             prepare(text, f"{REPO}/data")

@@ -214,7 +214,7 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
     in_model = flops_per_token(run.model) * known["tokens"]
     if in_update > in_model / 10:  # what orthogonal updates cost does not shrink with the batch
         print0(
-            f"update   {in_update / 1e9:,.3g} GFLOP a step, and {in_model / 1e9:,.3g} in the model"
+            f"update   {in_update / 1e9:,.3g} GFLOP a step; the model takes {in_model / 1e9:,.3g}"
         )
 
 

@@ -268,10 +268,10 @@ class Reader:
     def read(self, place):
         try:
             return self.dataset[place]
-        except Exception:
+        except Exception as error:
             with suppress(Exception):
                 self.dataset[0]
-                return None  # a Dataset of rows: what is expected says how it is used
+                return error  # a Dataset of rows: what is expected says how it is used
             raise
 
 

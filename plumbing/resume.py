@@ -128,7 +128,7 @@ def load_checkpoint(run: Any, saved: dict, fresh_state: dict, position: tuple) -
 
 
 @torch.no_grad()
-def begin_best_anew(run: Any, saved: dict, fresh_state: dict) -> None:
+def reset_best(run: Any, saved: dict, fresh_state: dict) -> None:
     """For a run of before 2026-11-28, whose checkpoints do not say how many rows the data has, and
     which was evaluated by the cross-entropy of model(inputs). If the model returns another loss, as
     with an auxiliary term in it, say so, and forget the best."""

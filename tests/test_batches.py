@@ -177,6 +177,12 @@ def raise_own(i):
         raise ConnectionError("of the dataset")
 
 
+def die(i):
+    if i == 2:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_batches_come_in_order_as_tensors_with_the_time_waited(batches_of, num_workers):
     got = list(batches_of(Numbers(), num_workers))
@@ -239,6 +245,17 @@ def test_a_worker_that_is_killed_while_it_sends_is_named(batches_of, monkeypatch
     monkeypatch.setattr(iterator, "_try_get_data", get)
     with pytest.raises(RuntimeError, match="^DataLoader worker"):
         list(batches_of(Numbers()))
+
+
+def test_a_worker_whose_death_is_not_heard_of_is_found_in_seconds(batches_of):
+    """The standard library may swallow the error of torch's handler of the signal."""
+    to_come = batches_of(Numbers(die))
+    next(to_come)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="^DataLoader worker"):
+        list(to_come)
+    assert time.monotonic() - began < 30
 
 
 SHARE = """
@@ -320,7 +337,11 @@ REFUSED = [  # (rows, None if it is returned as it is, words of the one line)
     ),
     ([5] * 3, True, "rows cannot be stacked: 'int' object is not iterable"),
     ([([1], 1), ([1, 2], 1)], True, "rows cannot be stacked: all input arrays must have the same"),
-    (Rows(), False, "Rows[0, 2] is a NoneType; expected (inputs, targets), arrays or tensors of 2"),
+    (
+        Rows(),
+        False,
+        "Rows[0, 2] is a TypeError; expected (inputs, targets), arrays or tensors of 2",
+    ),
     (
         torch.utils.data.TensorDataset(torch.ones(9, 9), torch.ones(9, 9)),
         False,
