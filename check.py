@@ -70,19 +70,15 @@ def sanity(job):
             holds, advice = LINES.get(name, ("stopped early (its other lines are missing)", ""))
             print0(f"  {mark} {name}: {holds}: {text}")
             if mark in ("✗", "!") and advice:
-                print0(
-                    f"      {advice}"
-                    + f"; to accept it as intended: --accept={name}" * (mark == "✗")
-                )
+                to_accept = f"; to accept it as intended: --accept={name}" * (mark == "✗")
+                print0(f"      {advice}{to_accept}")
             checks[name] = {"mark": mark, "found": text}
     faults, used, errors = (
         [name for name in checks if checks[name]["mark"] == mark] for mark in ("✗", "accepted", "?")
     )
     for name in accepted:
         if name not in used:
-            print0(
-                f"  --accept={name} had no effect: its mark is {checks.get(name, {}).get('mark', '–')}"
-            )
+            print0(f"  --accept={name} had no effect: no such fault was found")
     go = f"GO, {len(used)} accepted: {', '.join(used)}" if used else "GO"
     go += f"; not run because of an error: {', '.join(errors)}" if errors else ""
     print0(f"  NO-GO: {', '.join(faults)}" if faults else f"  {go}")
@@ -193,9 +189,7 @@ def compare(job):
     most = seeds or max_seeds
     print0(f"\nagainst: at most {most} seeds; validation loss at the end, seconds of the process")
     if most < (least := least_pairs(comparisons)):
-        print0(
-            f"  {most} pairs of runs cannot show a difference, however large; {least} can: --seeds={least}"
-        )
+        print0(f"  {most} pairs of runs cannot show a difference, however large: --seeds={least}")
     runs = []
     differences = []
     for n in range(most):
@@ -211,8 +205,9 @@ def compare(job):
     rows = with_mean(runs)
     low, high = interval(differences, comparisons)
     print0(
-        f"  mean difference of the loss, first minus --against: {mean(differences):+.4f}, 95% interval {low:+.4f} to {high:+.4f}\n"
-        f"  (below 0: the first is better; valid at any stopping point; corrected for --comparisons={comparisons})"
+        f"  loss of the first minus that of --against, mean: {mean(differences):+.4f}\n"
+        f"  95% interval: {low:+.4f} to {high:+.4f} (below 0: the first is better; valid\n"
+        f"  at any stopping point; corrected for --comparisons={comparisons})"
     )
     ratio = rows["mean"]["seconds"] / rows["mean"]["other seconds"]
     print0(f"  time: first / --against {ratio:.2f}\nverdict: {verdict}")

@@ -6,7 +6,8 @@
 What train.py adds, and where in plumbing/: a resume bit for bit (checkpoint.py), ranks that share a
 batch (ranks.py), skipping an update whose loss or gradient is not finite (snapshot.py), a retry when
 memory runs out (out_of_memory.py), messages for wrong flags (cli.py), a log (log.py); and float16,
-batches without a target, and other schedules."""
+batches without a target, and other schedules. Where a CPU only emulates bfloat16, train.py's Muon
+computes in float32 and so differs from this one, which is torch's (optim.py)."""
 
 import json
 import math

@@ -349,7 +349,11 @@ class PlainLoop:
         lr = train.lr_at(step) * self.run.state["lr_factor"]
         spoil(self.run, step)
         before = clone([self.model.state_dict(), *(part.state_dict() for part in self.optimizers)])
-        with self.in_plain(step), events(step, self.model, targets), precision_of_muon(self.run):
+        with (
+            self.in_plain(step),
+            events(step, self.model, targets),
+            precision_of_muon(self.run.device),
+        ):
             self.tokens += plain.count_targets(targets).item()
             loss, norm = plain.train_step(self.model, self.optimizers, inputs, targets, lr)
         loss, norm = loss.item() / self.scale, norm.item()
@@ -433,8 +437,8 @@ def copy_into(model, weights):
         model.get_parameter(name).copy_(weight)
 
 
-def precision_of_muon(run):
+def precision_of_muon(device):
     """A context in which torch's Muon computes in float32 where ours does."""
-    if optim.emulates_bfloat16(run.device):
+    if optim.emulates_bfloat16(device):
         return patch.object(torch.Tensor, "bfloat16", torch.Tensor.float)
     return nullcontext()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import REPO, TINY
 
+from checks.twin import precision_of_muon
 from plumbing.cli import read_knobs
 
 SOURCE = ast.parse((REPO / "plain.py").read_text(encoding="utf-8"))
@@ -37,13 +38,12 @@ def run_plain(data_dir, tmp_path, monkeypatch, capsys):
     """run_plain(*flags) -> (its last weights, {(kind, step): loss as printed})."""
 
     def run(*flags):
-        known = {name: value for name, value in TINY.items() if name in knobs_of_plain()}
-        words = [f"--{name}={value}" for name, value in known.items()]
+        words = [f"--{name}={value}" for name, value in TINY.items() if name in knobs_of_plain()]
         monkeypatch.setattr(sys, "argv", ["plain.py", *words, "--log_interval=1", *flags])
         monkeypatch.chdir(tmp_path)
         if not (tmp_path / "data").exists():
             (tmp_path / "data").symlink_to(data_dir)
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), precision_of_muon(torch.device("cpu")):
             runpy.run_path(str(REPO / "plain.py"), run_name="__main__")
         lines = re.findall(r"step (\d+)  (val loss|loss) (\S+)", capsys.readouterr().out)
         losses = {(kind, int(step)): float(loss) for step, kind, loss in lines}
