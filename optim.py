@@ -126,7 +126,7 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonal(matrix: Tensor) -> Tensor:
     """`matrix` with singular values near 1, by five Newton-Schulz steps (Jordan 2024); in float32
-    where a CPU only emulates bfloat16, which takes a hundred times as long."""
+    where a CPU only emulates bfloat16, which takes four to a hundred times as long."""
     x = matrix if emulates_bfloat16(matrix.device) else matrix.bfloat16()
     is_tall = x.size(0) > x.size(1)
     x = x.T if is_tall else x
@@ -138,4 +138,5 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def emulates_bfloat16(device: torch.device) -> bool:
-    return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    native = torch.cpu._is_avx512_bf16_supported() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return device.type == "cpu" and not native

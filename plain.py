@@ -6,8 +6,7 @@
 What train.py adds, and where in plumbing/: a resume bit for bit (checkpoint.py), ranks that share a
 batch (ranks.py), skipping an update whose loss or gradient is not finite (snapshot.py), a retry when
 memory runs out (out_of_memory.py), messages for wrong flags (cli.py), a log (log.py); and float16,
-batches without a target, and other schedules. Where a CPU only emulates bfloat16, train.py's Muon
-computes in float32 and so differs from this one, which is torch's (optim.py)."""
+batches without a target, and other schedules."""
 
 import json
 import math
@@ -58,6 +57,8 @@ def main(argv: list[str]) -> None:
     meta = json.loads(Path("data", dataset, "meta.json").read_text())
     tokens = np.memmap(f"data/{dataset}/train.bin", meta["dtype"], "r")
     val_tokens = np.memmap(f"data/{dataset}/val.bin", meta["dtype"], "r")
+    if not has_bfloat16:
+        torch.Tensor.bfloat16 = torch.Tensor.float  # used by Muon; emulated, it would be slow
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # deterministic products on a GPU, too
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)

@@ -23,8 +23,9 @@ HACKS = {  # tests/hacks/NAME.patch: its flags; the first one in every run, the 
     "experts": (),
     "distillation": ("--teachers={teacher} {teacher}",),
     "metric": ("--best_metric=-val_top5",),
+    "waits": (),
 }
-SAME_WEIGHTS = ("metric",)
+SAME_WEIGHTS = ("metric", "waits")
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 import torch
 from conftest import REPO, TINY
 
-from checks.twin import precision_of_muon
 from plumbing.cli import read_knobs
 
 SOURCE = ast.parse((REPO / "plain.py").read_text(encoding="utf-8"))
@@ -25,12 +24,8 @@ CASES = [
 
 def knobs_of_plain():
     """{name: value, or None where an expression computes it} of the globals before main()."""
-    found = {}
-    for node in SOURCE.body:
-        if isinstance(node, ast.Assign):
-            value = node.value
-            found[node.targets[0].id] = value.value if isinstance(value, ast.Constant) else None
-    return found
+    knobs = [node for node in SOURCE.body if isinstance(node, ast.Assign)]
+    return {knob.targets[0].id: getattr(knob.value, "value", None) for knob in knobs}
 
 
 @pytest.fixture
@@ -43,7 +38,8 @@ def run_plain(data_dir, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         if not (tmp_path / "data").exists():
             (tmp_path / "data").symlink_to(data_dir)
-        with torch.random.fork_rng(), precision_of_muon(torch.device("cpu")):
+        monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.bfloat16)  # is put back
+        with torch.random.fork_rng():
             runpy.run_path(str(REPO / "plain.py"), run_name="__main__")
         lines = re.findall(r"step (\d+)  (val loss|loss) (\S+)", capsys.readouterr().out)
         losses = {(kind, int(step)): float(loss) for step, kind, loss in lines}
