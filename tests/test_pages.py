@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import run_page
+import scaling
 from conftest import HONEST_DATA, REPO, run_python
 
 from plumbing.cli import read_knobs
@@ -26,17 +27,13 @@ NEEDS += ("the script, saved as lora.py",)
 SCRIPTS = [f"{name}.py" for name in "train bench check report replay sample prepare_data".split()]
 # of other programs, as the pages use them
 FOREIGN = set("standalone nproc_per_node signal shutdown max build gpus shm help index".split())
-FOREIGN |= set("update compare nnodes nproc rdzv local".split())
-FOREIGN |= {"weights"}  # of examples/gpt2.py
+FOREIGN |= set("update compare nnodes nproc rdzv local weights".split())
 # made by a run, or by a page itself
 MADE = re.compile(
     r"(out|data)/|\S*(run\.json|bench\.json|check\.json|metrics\.jsonl|report\.(md|png)|replay_\d+\.(md|png)|\.pt)$"
 )
 MADE_BY_PAGES = set(
-    "meta.json extras.py lesson.py loop.py given.py attention.py first_try.py lab.py lora.py bpe.py mailbox.py late.py bad.py penalty.py late.log openwebtext.jsonl".split()
-)
-MADE_BY_PAGES |= set(
-    "compare.md compare.png trace.json steeper.py target.py widest.py lab.py config.json".split()
+    "meta.json extras.py lesson.py loop.py given.py attention.py first_try.py lab.py lora.py bpe.py mailbox.py late.py bad.py penalty.py late.log openwebtext.jsonl compare.md compare.png trace.json steeper.py target.py widest.py config.json".split()
 )
 # of nanochat, as the README quotes them
 MADE_BY_PAGES |= set("base_train.py checkpoint_manager.py common.py dataloader.py".split())
@@ -185,6 +182,10 @@ def test_the_page_runs_and_prints_the_lines_that_it_shows(page, sections, page_d
     if page.endswith(".md") and run_page.OFFLINE_TEXT not in printed:
         _, gone = run_page.updated(page, printed)
         assert gone == []
+
+
+def test_the_table_of_many_gpus_is_what_its_script_prints():
+    assert "\n".join(scaling.rows()) in text_of("docs/scaling.md")
 
 
 ANSWER = """

@@ -30,8 +30,8 @@ MAX_NODES = {
     "config/*.py examples/*.py": 2_636,
 }
 MAX_NODES_IN_ALL = 55_589  # the aim is 49,800
-MAX_NODES_LOADED = 26_241  # by `import train`; the aim is 23,300
-MAX_LINES_OF_TESTS = 11_837  # tests/*.py; the aim is 11,400
+MAX_NODES_LOADED = 26_250  # by `import train`; the aim is 23,300
+MAX_LINES_OF_TESTS = 11_871  # tests/*.py; the aim is 11,400
 MAX_WORDS = 24_500  # README.md and docs/*.md
 MAX_WORDS_OF_README = 1_300
 MAX_LINES_OF_TRAIN = 932  # the aim is 890
