@@ -33,7 +33,6 @@ import time
 import traceback
 import zipfile
 import zlib
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -49,7 +48,7 @@ if os.getpid() == 1:  # in a container: the system gives process 1 no signal tha
 import numpy as np  # noqa: E402  before torch, which would swallow a Ctrl-C meanwhile
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map  # noqa: E402
 
 try:
     import fcntl
@@ -62,9 +61,7 @@ REPO = Path(__file__).resolve().parent
 
 
 class BadInput(Exception):
-    """Bad input: one line on what was found, what was expected, and what to type."""
-
-    exit_code = 2
+    """Bad input: one line on what was found, what was expected, and what to type. Exit code 2."""
 
 
 class Offline(BadInput):
@@ -72,9 +69,10 @@ class Offline(BadInput):
 
 
 class RunFailed(Exception):
-    """The run cannot continue: one line on what happened and what to do next."""
+    """The run cannot continue: one line on what happened and what to do next. Exit code 1, or 128 + n
+    after signal n."""
 
-    exit_code = 1
+    signal = 0
 
 
 def fail(message):
@@ -83,12 +81,13 @@ def fail(message):
 
 def end_script(kind, error, trace):
     """Print what ends a script: an error of ours as one line, any other as Python's traceback."""
-    code = getattr(error, "exit_code", 1)
-    if isinstance(error, KeyboardInterrupt):
+    code = 2 if isinstance(error, BadInput) else 1
+    if isinstance(error, BadInput | RunFailed):
+        code = 128 + error.signal if getattr(error, "signal", 0) else code
+        print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
+    elif isinstance(error, KeyboardInterrupt):
         code = 128 + signal.SIGINT
         print("stopped by Ctrl-C", file=sys.stderr)
-    elif isinstance(error, BadInput | RunFailed):
-        print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     exit_process(code)
@@ -100,15 +99,14 @@ sys.excepthook = end_script
 def exit_process(code):
     """Exit with `code`; after a run with ranks, without Python's finalization, in which threads of
     a process group that still wait for Python's lock abort the process, and torchrun with it."""
-    if "WORLD_SIZE" not in os.environ:
-        sys.exit(code)
-    atexit._run_exitfuncs()
-    os._exit(code)
+    if "WORLD_SIZE" in os.environ:
+        atexit._run_exitfuncs()
+        os._exit(code)
+    sys.exit(code)
 
 
 # ---- the command line ----------------------------------------------------------------------------
 
-BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 NAMES_ELSEWHERE = {  # a name of nanoGPT and others: what to type instead
     "always_save_checkpoint": "--save_interval=N saves whatever the loss is; best.pt is separate",
     "bias": "no layer has a bias",
@@ -126,7 +124,8 @@ NAMES_ELSEWHERE = {  # a name of nanoGPT and others: what to type instead
 
 class Config(dict):
     """Every knob and its value. default: the values of the source; base: those without what is
-    typed; typed: names that flags set, or config files after the first one."""
+    typed; typed: names that flags set, or config files after the first one; choices: allowed
+    values of some."""
 
 
 def knobs_in(scope):
@@ -138,11 +137,10 @@ def knobs_in(scope):
 
 def add_knob(scope, name, default, comment):
     """Add a knob to `scope`, the globals() of train.py."""
-    call = f"train.knob({name!r}, {default!r}, ...)"
-    if name in scope.keys() - scope["ADDED_KNOBS"].keys() or hasattr(builtins, name):
-        fail(f"{call}: train.py or Python uses this name; choose another one")
-    if not knobs_in({name: default}):
-        fail(f"{call}: expected a lower-case name, and a default that is a str, int, float or bool")
+    is_taken = name in scope.keys() - scope["ADDED_KNOBS"].keys() or hasattr(builtins, name)
+    if is_taken or not knobs_in({name: default}):
+        why = "train.py or Python uses this name" if is_taken else "expected a plain value"
+        fail(f"train.knob({name!r}, {default!r}, ...): {why}")
     scope["ADDED_KNOBS"][name] = comment
     scope[name] = default
 
@@ -154,82 +152,72 @@ def configured(*scopes, argv=None, words=None):
     Flags win over config files, wherever they stand. Present values are the defaults, so that
     `train.max_steps = 5` takes effect. words: a list for the arguments that are neither flags nor
     config files; None refuses them. Raises BadInput, and sets nothing, if an argument is invalid."""
-    if threading.current_thread() is not threading.main_thread():
-        fail("a run needs the main thread; for several at once start several processes")
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & {*argv}:
         print_help(scopes[-1])
         raise SystemExit(0)
     before = [knobs_in(scope) for scope in scopes]
     config = Config({name: value for knobs in before for name, value in knobs.items()})
-    if len(config) < sum(map(len, before)):
-        twice = ", ".join(before[0].keys() & before[-1].keys())
-        fail(f"train.knob: a flag of this tool has the name {twice}; rename the knob")
-    config.default = config.base = dict(config)
-    config.typed = set()
+    config.default, config.base, config.typed = dict(config), dict(config), set()
     config.choices = {name: x for scope in scopes for name, x in scope.get("CHOICES", {}).items()}
+    for written, name, value, is_typed in assignments(argv, config, words):
+        config[name] = accept(written, name, value, config)
+        if is_typed:
+            config.typed.add(name)
+        else:
+            config.base[name] = config[name]
+    try:
+        for scope, knobs in zip(scopes, before, strict=True):
+            scope.update({name: config[name] for name in knobs})
+        yield config
+    finally:
+        for scope, knobs in zip(scopes, before, strict=True):
+            scope.update(knobs)
+
+
+def assignments(argv, config, words):
+    """Yields (what is written, name, value, whether it counts as typed): config files first, each of
+    which sees the knobs as set so far."""
     files = [word for word in argv if word.endswith(".py") and word[0] != "-"]
     for path in files:
-        names = read_config(path, config)
-        config.typed |= names - {"out_dir"} if path != files[0] else set()
-        config.base = dict(config) if path == files[0] else config.base
+        if not os.path.isfile(path):
+            fail(f"no config file {path} in {os.getcwd()}")
+        values = {"__builtins__": builtins, **config}
+        exec(compile(Path(path).read_bytes(), path, "exec"), values)
+        for name, value in values.items():
+            if name[0] != "_" and value is not config.get(name):
+                is_typed = path != files[0] and name != "out_dir"
+                yield f"{path}: {name} = {value!r}", name, value, is_typed
     for word in argv:
         name, equals, value = word.removeprefix("--").partition("=")
-        if word[:1] == "-" and not equals and name in config:
-            fail(f"{word}: write {word}=VALUE")
-        elif word[:1] == "-":
-            config[name] = accept(name, value, word, config)
-            config.typed.add(name)
+        if word[:1] == "-":
+            yield word, name, value if equals else None, True
         elif word not in files and words is None:
             fail(f"unexpected argument {word!r}; write config/FILE.py or --key=value")
         elif word not in files:
             words.append(word)
-    try:
-        for scope, old in zip(scopes, before, strict=True):
-            scope.update({name: config[name] for name in old})
-        yield config
-    finally:
-        for scope, old in zip(scopes, before, strict=True):
-            scope.update(old)
 
 
-def read_config(path, config):
-    """Execute a config file, which sees the knobs as set so far. Returns the names that it sets."""
-    if not os.path.isfile(path):
-        fail(f"no config file {path} in {os.getcwd()}")
-    values = {"__builtins__": builtins, **config}
-    exec(compile(Path(path).read_bytes(), path, "exec"), values)
-    names = {name for name, x in values.items() if name[0] != "_" and x is not config.get(name)}
-    for name in sorted(names):
-        written = f"{path}: {name} = {values[name]!r}"
-        config[name] = accept(name, values[name], written, config)
-    return names
-
-
-def accept(name, value, written, config):
+def accept(written, name, value, config):
     """`value` as the type of the knob. Raises BadInput that quotes `written`: the flag, or the file
     and the assignment in it."""
-    if name not in config:
+    if name not in config.default:
         hint = "--help lists every name; one of your own, in a file, begins with _"
         for near in difflib.get_close_matches(name, config, n=1):
             hint = f"did you mean {near}?"
         fail(f"unknown name {name!r} in {written}; {NAMES_ELSEWHERE.get(name, hint)}")
-    default = config.default[name]
-    choices = config.choices.get(name, (True, False) if type(default) is bool else ())
+    default, kind = config.default[name], type(config.default[name])
+    choices = config.choices.get(name, (True, False) if kind is bool else ())
     for choice in choices:
-        if show(choice) == show(BOOLEANS.get(show(value).lower(), value)):
+        if show(choice) == {"1": "true", "0": "false"}.get(show(value), show(value).lower()):
             return choice
-    if choices:
-        fail(f"{written}: expected {' | '.join(map(show, choices))}")
-    fits = isinstance(value, str) and (value or not default)
-    if not isinstance(default, str):
-        with contextlib.suppress(ValueError):
-            value = float(show(value))
-        fits = isinstance(value, float) and math.isfinite(value)
-        fits = fits and (type(default) is float or value.is_integer())
-    if not fits:
-        fail(f"{written}: expected {type(default).__name__}, such as {default!r}")
-    return type(default)(value)
+    expected = " | ".join(map(show, choices)) or f"{kind.__name__}, such as --{name}={default!r}"
+    with contextlib.suppress(ValueError, OverflowError):  # int(nan), int(inf)
+        if kind is str and not choices and isinstance(value, str) and (value or not default):
+            return value
+        if kind in (int, float) and kind(float(show(value))) == float(show(value)):
+            return kind(float(show(value)))
+    fail(f"{written}: expected {expected}")
 
 
 def show(value):
@@ -240,10 +228,9 @@ def show(value):
 def print_help(scope):
     """Print a script's docstring, and its knobs as the source has them, at the terminal's width."""
     top = re.split(r"(?m)^(?:def|class|@)", Path(scope["__file__"]).read_text(encoding="utf-8"))[0]
-    is_shown = re.compile(rf"# |#  |({'|'.join(knobs_in(scope))})\b.*=").match
     added = [f"{name} = {scope[name]!r}  # {x}" for name, x in scope.get("ADDED_KNOBS", {}).items()]
     print(scope["__doc__"])
-    for line in filter(is_shown, [*top.splitlines(), *added]):
+    for line in re.findall(r"(?m)^(?:# \w|#  |[a-z]\w*(?:: \w+)? = ).*", top) + added:
         print(textwrap.fill(line, line_width(100), subsequent_indent=12 * " "))
 
 
@@ -254,8 +241,7 @@ def print_help(scope):
 def replacing(path):
     """Yields `path` + ".tmp" for the caller to write. The file is then fsynced and takes the place
     of `path` in one rename; on an error, `path` stays as it was."""
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = Path(f"{path}.tmp")
     temporary.unlink(missing_ok=True)  # left behind by a kill
     try:
         yield temporary
@@ -264,7 +250,7 @@ def replacing(path):
     finally:
         temporary.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # a network disk
-        fsync(path.parent)
+        fsync(temporary.parent)
 
 
 def fsync(path):
@@ -282,14 +268,14 @@ def digest_of(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fingerprint(*paths):
-    """16 hex digits that follow from the contents of files, in this order."""
-    return hashlib.sha256("".join(map(digest_of, paths)).encode()).hexdigest()[:16]
-
-
 def hash_of(value):
     """16 hex digits that follow from a value of plain types."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def fingerprint(*paths):
+    """16 hex digits that follow from the contents of files, in this order."""
+    return hash_of([digest_of(path) for path in paths])
 
 
 def write_json(path, value):
@@ -324,56 +310,49 @@ def read_json(path):
 class Folder:
     """out/NAME, which lock() keeps for this process until the `with` ends."""
 
+    lock_file = None
+
     def __init__(self, path):
         self.path = Path(path)
-        self.file = None  # the lock
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        if self.file:
-            self.file.close()
+        if self.lock_file:
+            self.lock_file.close()
 
-    def holds_run(self):
-        return bool([*self.path.glob("run.json"), *self.path.glob("*.pt")])
-
-    def fresh(self):
-        """--out_dir=NAME_2, or the first of NAME_3, NAME_4 ... that does not exist yet."""
-        return f"--out_dir={shown(free_name(self.path, '_', 2))}"
+    def fresh(self, suffix="_", number=2):
+        """NAME_2, or the first of NAME_3, NAME_4 ... that does not exist yet."""
+        while os.path.lexists(f"{self.path}{suffix}{number}"):
+            number += 1
+        return shown(f"{self.path}{suffix}{number}")
 
     def lock(self):
         """Make the folder and lock it. Raises BadInput if another run has it, or if it cannot be
         written; where the file system has no locks, that is said."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path / ".lock", "a")
+            self.lock_file = open(self.path / ".lock", "a")
             # unlike flock, lockf is not inherited by a fork
-            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            fail(f"{self.path} is in use by another run; write {self.fresh()}")
+            fail(f"{self.path} is in use by another run; write --out_dir={self.fresh()}")
         except OSError as error:
-            if not self.file:
+            if not self.lock_file:
                 fail(f"{self.path} cannot be written ({error.strerror}); write --out_dir=FOLDER")
             print0(f"{self.path} cannot be locked ({error.strerror}): start no second run in it")
 
     def set_aside(self):
         """For --resume=restart: rename the folder, to NAME.old_1 say, and lock a new one."""
-        os.rename(self.path, free_name(self.path, ".old_", 1))
-        self.file.close()
+        os.rename(self.path, self.fresh(".old_", 1))
+        self.lock_file.close()
         self.lock()
 
     def require_own(self):
         """Raises OSError if the folder is gone, or another run has made one in its place."""
-        if not os.path.samestat(os.stat(self.path / ".lock"), os.fstat(self.file.fileno())):
+        if not os.path.samestat(os.stat(self.path / ".lock"), os.fstat(self.lock_file.fileno())):
             raise OSError(errno.ESTALE, "another run has taken the place of this folder")
-
-
-def free_name(path, suffix, number):
-    """`path` + suffix + the first number from `number` on that gives a name not yet taken."""
-    while os.path.lexists(path.with_name(f"{path.name}{suffix}{number}")):
-        number += 1
-    return path.with_name(f"{path.name}{suffix}{number}")
 
 
 def folder_name(config, free, script):
@@ -389,26 +368,28 @@ def folder_name(config, free, script):
             if config["out_dir"] == config.default["out_dir"]
             else f"{name},{script.stem}"
         )
-    size, base_size = (x["batch_size"] * x["accum_steps"] for x in (config, config.base))
+    sizes = [each["batch_size"] * each["accum_steps"] for each in (config, config.base)]
+    unnamed = free - {"max_steps"} | (
+        {"batch_size", "accum_steps"} if len({*sizes}) == 1 else set()
+    )
     for key in config:
-        is_another = key in config.typed and config[key] != config.base[key]
-        if key in ("batch_size", "accum_steps"):
-            is_another = is_another and size != base_size
-        if is_another and (key not in free or key == "max_steps"):
+        if key in config.typed - unnamed and config[key] != config.base[key]:
             value = show(config[key])
             if key == "init_from":  # the folder and the file of the run that it names
                 value = "-".join(Path(value).resolve().with_suffix("").parts[-2:])
             name += f",{key}={value.replace('/', '-')}"
     if len(name) > 150:  # file systems allow 255 bytes
-        name = f"{name[:130]},{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+        name = f"{name[:130]},{hash_of(name)}"
     return os.path.join(parent, name)
 
 
 # ---- metrics.jsonl -------------------------------------------------------------------------------
 
 # Fields that follow from seed and code alone. Others are measured, or a fork's, which may be.
-COMPUTED = "loss grad_norm lr loss_scale skipped tokens sequences epoch sha256 val_loss".split()
-COMPUTED += "val_accuracy val_bpb val_tokens best_val_loss".split()
+COMPUTED = (
+    "loss grad_norm lr loss_scale skipped tokens sequences epoch val_loss val_accuracy".split()
+)
+COMPUTED += ["val_bpb", "val_tokens", "best_val_loss"]
 
 
 def read_rows(path):
@@ -437,18 +418,12 @@ def is_past(row, step, evaluated):
     return (row["step"], row["kind"] == "eval") > (step, evaluated == step)
 
 
-def differences(old, new, best_metric):
-    """{field: [then, now]} of what differs, in any bit, between two rows of one kind and step, among
-    the fields that follow from seed and code. best_metric: the knob, whose field counts, too."""
-    name = best_metric.removeprefix("-")
-    both = [key for key in (*COMPUTED, name, f"best_{name}") if key in old and key in new]
-    return {key: [old[key], new[key]] for key in both if old[key] != clean(new[key])}
-
-
 class Log:
-    """A metrics.jsonl that a run writes. What cannot be written waits in memory, and no row stands
-    there twice: rows past the checkpoint from which a run goes on stay until the first new one is
-    written, which takes their place in one rename. Any thread may call a method."""
+    """A metrics.jsonl that a run writes, on rank 0. What cannot be written waits in memory, and no row
+    stands there twice: rows past the checkpoint from which a run goes on stay until the first new
+    one is written, which takes their place in one rename. Any thread may call a method."""
+
+    file = None
 
     def __init__(self, folder):
         self.folder = folder
@@ -459,26 +434,23 @@ class Log:
 
     def begin(self, step, evaluated):
         """Open the log of a run that goes on at `step`; -1: that begins. Returns the old rows past
-        it. The log is searched from its end, back to a row of before."""
-        content = self.path.read_bytes() if self.path.exists() else b""
-        lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
-        self.file = open(self.path, "ab", buffering=0)
-        self.file.truncate(sum(map(len, lines)))  # half a line that a kill has left
+        it."""
+        self.path.touch()
+        content = self.path.read_bytes()
+        os.truncate(self.path, content.rfind(b"\n") + 1)  # half a line that a kill has left
         self.place = step, evaluated
-        old, stay = [], []
-        while lines:
-            row = row_in(lines[-1])
-            if row and row["kind"] == "train" and not is_past(row, *self.place):
-                break
-            (old if row and is_past(row, *self.place) else stay).insert(0, lines.pop())
-        self.kept = b"".join(lines + stay) if old else None  # the log without the old rows
-        return [row_in(line) for line in old]
+        self.kept, old = [], []
+        for row in read_rows(self.path):
+            (old if is_past(row, *self.place) else self.kept).append(row)
+        self.kept = self.kept if old else None
+        self.file = open(self.path, "ab", buffering=0)
+        return old
 
     def write(self, rows):
         """Append rows, with null for numbers that are not finite. If that fails, it is said once, and
         training goes on."""
         with self.changing:
-            for row in rows:
+            for row in rows if self.file else ():
                 finite = clean(row)
                 self.waiting.append(finite if finite == row else finite | {"finite": False})
             try:
@@ -489,26 +461,30 @@ class Log:
                 self.is_failing = True
 
     def flush(self):
-        lines = b"".join(json.dumps(row).encode() + b"\n" for row in self.waiting)
+        """Raises OSError if rows still wait for room on the disk."""
         if self.kept is not None and any(is_past(row, *self.place) for row in self.waiting):
             self.folder.require_own()
             with replacing(self.path) as temporary:
-                temporary.write_bytes(self.kept + lines)
-            self.file = open(self.path, "ab", buffering=0)
-            self.kept = None
-        else:
+                temporary.write_bytes(as_lines(self.kept + self.waiting))
+            self.file, self.kept = open(self.path, "ab", buffering=0), None
+        elif self.waiting:
             end = self.file.seek(0, os.SEEK_END)
-            if self.file.write(lines) < len(lines):
+            if self.file.write(as_lines(self.waiting)) < len(as_lines(self.waiting)):
                 self.file.truncate(end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.waiting = []
-        self.is_failing = False
+        self.waiting, self.is_failing = [], False
 
-    def sync(self):
-        """Flush all rows to the disk. Raises OSError if some still wait for room there."""
-        with self.changing:
-            self.flush()
-            os.fsync(self.file.fileno())
+
+def as_lines(rows):
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def differences(old, new, best_metric):
+    """[(field, then, now)] of what differs, in any bit, between two rows of one kind and step, among
+    the fields that follow from seed and code. best_metric: the knob, whose field counts, too."""
+    name, new = best_metric.removeprefix("-"), clean(new)
+    both = [key for key in (*COMPUTED, name, f"best_{name}") if key in old and key in new]
+    return [(key, old[key], new[key]) for key in both if old[key] != new[key]]
 
 
 # ---- the code of a run ---------------------------------------------------------------------------
@@ -518,15 +494,16 @@ TOOLS = (
 )
 INSTALLED = re.compile(r"-packages|lib.python\d")  # in the path of what is Python's, or a package
 STARTED_IN = Path.cwd()  # sys.argv[0] is relative to it
-script = None  # path of a fork's script, in a tool
+script = ""  # the path of a fork's script, in a tool
 
 
 def script_path():
     """The .py file of a fork with which Python was started, or which a tool was given. None if that
     is train.py itself or a tool, or no file of the user's, as in a notebook."""
-    path = script or Path(STARTED_IN, sys.argv[0]).resolve()
+    path = Path(STARTED_IN, script or sys.argv[0]).resolve()
+    is_ours = path.parent == REPO and path.stem in TOOLS
     is_own = path.suffix == ".py" and path.is_file() and not INSTALLED.search(str(path))
-    return path if is_own and not (path.parent == REPO and path.name in TOOLS.split()) else None
+    return path if is_own and not is_ours else None
 
 
 def code_files(train_file):
@@ -534,17 +511,14 @@ def code_files(train_file):
     the .py files beside it that are loaded; but not plumbing.py and the tools."""
     own = script_path()
     home = own.parent if own else REPO
-    ours = [
-        Path(train_file).resolve(),
-        *(REPO / f"{name}.py" for name in ("model", "optim", "dataset")),
-    ]
-    loaded = [getattr(module, "__file__", None) or "-" for module in [*sys.modules.values()]]
-    files = {}
-    for path in [ours[0], own or ours[0], *(Path(path).resolve() for path in loaded)]:
-        is_tool = path.is_relative_to(REPO) and path.relative_to(REPO).parts[0] in TOOLS.split()
-        is_beside = own and path.is_relative_to(home) and path.suffix == ".py"
-        if path in ours or (is_beside and not is_tool and not INSTALLED.search(str(path))):
-            files[str(path.relative_to(home)) if path.is_relative_to(home) else path.name] = path
+    files = {path.name: path for path in (Path(train_file).resolve(), own) if path}
+    for name, module in [*sys.modules.items()]:
+        path = Path(getattr(module, "__file__", None) or "-").resolve()
+        is_beside = own and path.is_relative_to(home) and name.partition(".")[0] not in TOOLS
+        if name in ("model", "optim", "dataset"):
+            files[path.name] = path
+        elif is_beside and path.suffix == ".py" and not INSTALLED.search(str(path)):
+            files[str(path.relative_to(home))] = path
     return files
 
 
@@ -556,7 +530,7 @@ def keep_code(folder, files, diff):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.read_bytes() != text:
-            os.replace(path, path.with_name(f"{path.stem}.{digest_of(path)[:8]}{path.suffix}"))
+            os.replace(path, path.with_suffix(f".{digest_of(path)[:8]}{path.suffix}"))
         path.write_bytes(text)
 
 
@@ -568,26 +542,27 @@ def changed_code(then, files, folder, knobs):
     for name, digest in then.items():
         path = files.get(name, REPO / name)
         now = digest_of(path) if path.is_file() else "gone"
-        can_compare = now != "gone" and digest in kept
-        if now != digest and not (can_compare and same_code(kept[digest], path, knobs)):
+        texts = [each.read_bytes() for each in (kept.get(digest), path) if each and each.is_file()]
+        if now != digest and (
+            len(texts) < 2 or tree_of(texts[0], knobs) != tree_of(texts[1], knobs)
+        ):
             changed[name] = [digest[:8], now[:8]]
     return changed
 
 
-def same_code(one, other, knobs):
-    """Whether two files differ in comments, docstrings, layout and values of knobs alone."""
-    trees = [ast.parse(path.read_bytes()) for path in (one, other)]
-    for tree in trees:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
-                node.value.value = None
-        for node in tree.body:
-            names = re.findall(r"\w+", " ".join(map(ast.unparse, getattr(node, "targets", []))))
-            if names and {*names} <= {*knobs, "train"}:  # peak_lr = 1; train.a, train.b = 1, 2
-                node.value = ast.Constant(None)
-            elif ast.unparse(node).startswith("train.knob("):
-                del node.value.args[1:]  # the default and the comment
-    return ast.dump(trees[0]) == ast.dump(trees[1])
+def tree_of(text, knobs):
+    """The syntax tree of a script as text, without docstrings and the values of knobs."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
+            node.value.value = None
+    for node in tree.body:
+        names = re.findall(r"\w+", " ".join(map(ast.unparse, getattr(node, "targets", []))))
+        if names and {*names} <= {*knobs, "train"}:  # peak_lr = 1; train.a, train.b = 1, 2
+            node.value = ast.Constant(None)
+        elif ast.unparse(node).startswith("train.knob("):
+            del node.value.args[1:]  # the default and the comment
+    return ast.dump(tree)
 
 
 def git_state():
@@ -595,14 +570,16 @@ def git_state():
     git = ["git", "-C", REPO, f"--git-dir={REPO}/.git", f"--work-tree={REPO}"]  # never a parent's
     run = partial(subprocess.check_output, stderr=subprocess.DEVNULL)
     try:
-        diff = run([*git, "diff", "HEAD"])
-        commit = run([*git, "rev-parse", "HEAD"], text=True).strip()
+        commit, diff = (
+            run([*git, "rev-parse", "HEAD"]).decode().strip(),
+            run([*git, "diff", "HEAD"]),
+        )
     except (OSError, subprocess.SubprocessError):
         return {"commit": os.environ.get("GIT_COMMIT"), "dirty": None}, b""
     return {"commit": commit, "dirty": bool(diff)}, diff
 
 
-# ---- what tools read: a fork's script, a checkpoint ----------------------------------------------
+# ---- what tools read: a fork's script, a checkpoint, weights -------------------------------------
 
 
 def script_among(words):
@@ -621,17 +598,17 @@ def load_script(path, train):
     """Execute the script at `path`, once. Returns the module that holds its loop: `train`, or the
     script itself if it is a copy of train.py. Raises BadInput."""
     global script
-    script = Path(path).resolve()
-    if not script.is_file():
+    script = os.path.abspath(path)
+    if not os.path.isfile(script):
         fail(f"--script={path}: there is no such file")
     train.main = partial(fail, f"{path}: write `if __name__ == '__main__':` above its train.main()")
-    sys.path.insert(0, str(script.parent))
-    module = importlib.import_module(script.stem)
+    sys.path.insert(0, os.path.dirname(script))
+    module = importlib.import_module(Path(script).stem)
     return module if hasattr(module, "FRESH_STATE") and hasattr(module, "build") else train
 
 
 class Damaged(ValueError):
-    """The file is no checkpoint, or was damaged after it was written: what is wrong, in words."""
+    """The file is no checkpoint, or was damaged after it was written."""
 
 
 def read_checkpoint(path, format):
@@ -647,8 +624,6 @@ def read_checkpoint(path, format):
         for cause in (error, error.__context__):  # zipfile raises BadZipFile for a failed read
             if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
                 raise cause from None
-        if is_out_of_memory(error):
-            raise
         raise Damaged(f"{path} is damaged, cut off, or no checkpoint") from error
     if saved.get("format") != format:
         commit = saved.get("run", {}).get("git_commit", "that its run.json names")
@@ -656,18 +631,32 @@ def read_checkpoint(path, format):
     return saved
 
 
+def digest_of_state(parts):
+    """SHA-256 of all in a checkpoint on which the next steps depend."""
+    digest = hashlib.sha256()
+    state = {name: value for name, value in parts["state"].items() if name != "seconds"}
+    names = ("model", "optimizer", "scaler", "ema", "extra", "rng")
+    hashed = {name: parts[name] for name in names} | {"state": state}
+    for path, leaf in tree_flatten_with_path(hashed)[0]:
+        is_tensor = isinstance(leaf, torch.Tensor)
+        leaf = leaf.reshape(-1).view(torch.uint8).numpy() if is_tensor else repr(leaf).encode()
+        digest.update(str(path).encode())
+        digest.update(leaf)
+    return digest.hexdigest()
+
+
 def read_weights(path, format):
     """({name: tensor}, metadata_of() the run) of a checkpoint or a .safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         if path.endswith(".safetensors"):
+            from safetensors import safe_open
+
             with safe_open(path, "pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
         saved = read_checkpoint(path, format)
         return saved["model"] | saved["ema"], metadata_of(saved)
-    except (OSError, Damaged, SafetensorError) as error:
-        fail(f"--init_from={path}: {error}; expected a checkpoint or a .safetensors file")
+    except Exception as error:
+        fail(f"{path}: {error}; expected a checkpoint or a .safetensors file")
 
 
 def metadata_of(saved):
@@ -685,13 +674,6 @@ def step_of(path):
     return int(path.stem.partition("_")[2])
 
 
-def is_out_of_memory(error):
-    """Whether memory ran out. Only the text says so where an allocator raises a plain RuntimeError:
-    on the CPU, on MPS, and in CUDA's libraries."""
-    texts = r"can't allocate memory|out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED"
-    return isinstance(error, MemoryError) or bool(re.search(texts, str(error)))
-
-
 # ---- signals -------------------------------------------------------------------------------------
 
 # Ctrl-C, a scheduler, a closed terminal, submitit: the run stops after its step
@@ -703,16 +685,13 @@ class Signals:
     asked for a checkpoint. Until is_training is set a stop ends the process at once, since there is
     nothing to save."""
 
-    def __init__(self):
-        self.stop = 0
-        self.save = False
-        self.is_training = False
-        self.before = {}  # signal -> the handler before this run
+    stop, save, is_training = 0, False, False
 
     def __enter__(self):
-        for number in (*STOPPING, signal.SIGUSR1):
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                self.before[number] = signal.signal(number, self.handle)
+        handled = [*STOPPING, signal.SIGUSR1]
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
+            handled.remove(signal.SIGHUP)
+        self.before = {number: signal.signal(number, self.handle) for number in handled}
         return self
 
     def __exit__(self, *error):
@@ -751,9 +730,8 @@ def rng_state(device):
     """All that later random numbers depend on, in a form that torch.load(weights_only=True) reads."""
     name, words, *rest = np.random.get_state()
     on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
-    numpy = [name, words.tolist(), *rest]
-    cpu = torch.get_rng_state()
-    return {"python": random.getstate(), "numpy": numpy, "torch": cpu, "device": on_device}
+    state = {"python": random.getstate(), "numpy": [name, words.tolist(), *rest]}
+    return state | {"torch": torch.get_rng_state(), "device": on_device}
 
 
 def set_rng_state(rng, device):
@@ -775,33 +753,29 @@ class Reader(torch.utils.data.Dataset):
         self.seed = seed
 
     def __getitem__(self, place):
-        first, count = place
-        name, cpu = type(self.dataset).__name__, torch.device("cpu")
+        name, cpu = f"{type(self.dataset).__name__}[{place}]", torch.device("cpu")
         draws = not getattr(self.dataset, "draws_nothing", False)
         before = rng_state(cpu) if draws else None
         try:
             if draws:
-                seed_cpu(seed_of(self.seed, first))
-            batch = self.dataset[place]
+                seed_cpu(seed_of(self.seed, place[0]))
+            parts = tree_map(np.asarray, self.dataset[place])
         except Exception as error:
-            error.add_note(
-                f"while reading rows {first} to {first + count - 1} of {name}; {DATASET}"
-            )
+            error.add_note(f"in {name}, a batch by (first row, count). {DATASET}")
             raise
         finally:
             if draws:
                 set_rng_state(before, cpu)
-        parts = tree_map(np.asarray, batch)
-        if len(parts) != 2 or {part.shape[:1] for part in tree_leaves(parts)} != {(count,)}:
+        if len(parts) != 2 or {part.shape[:1] for part in tree_leaves(parts)} != {(place[1],)}:
             raise RunFailed(
-                f"{name}[{first}, {count}]: expected (inputs, targets), {count} rows each"
+                f"{name}: expected (inputs, targets) of {place[1]} rows each. {DATASET}"
             )
         return tuple(parts)
 
 
 DATASET = (
-    "its dataset[first, count] is a batch; a Dataset of rows becomes one by "
-    "dataset.Shuffled(rows, train.seed), for validation by dataset.InOrder(rows, train.seed)"
+    "A Dataset of rows becomes one of batches by dataset.Shuffled(rows, train.seed), for validation "
+    "by dataset.InOrder(rows, train.seed)"
 )
 
 
@@ -830,17 +804,14 @@ def load_batches(reader, places, workers, prefetch, knobs):
     )
     try:
         yield from loader
-    except (AttributeError, TypeError, RuntimeError, ConnectionError, EOFError) as error:
+    except (AttributeError, TypeError, RuntimeError, OSError, EOFError) as error:
         words = str(error)
-        if "pickle" in words and "Caught" not in words:
-            hint = "name its functions by `def` at the top of the script, or write --num_workers=0"
-            raise RunFailed(f"a spawned worker cannot get the dataset ({words}); {hint}") from error
-        if workers and (
-            words.startswith("DataLoader worker") or isinstance(error, OSError | EOFError)
-        ):
-            found = words.partition(". ")[0] or "a DataLoader worker was killed"
-            raise RunFailed(f"{found} (out of memory?); the same command resumes") from error
-        raise
+        if not workers or "Caught" in words:  # an error of the dataset
+            raise
+        hint = "the same command resumes"
+        if "pickle" in words:  # by a worker that is spawned
+            hint = "in place of lambda name functions by def, or write --num_workers=0"
+        raise RunFailed(f"a data worker was killed, or cannot start ({words}); {hint}") from error
 
 
 def begin_worker(knobs, worker):
@@ -875,25 +846,21 @@ def is_importing_worker():
 def to_device(batch, device):
     """Arrays of the host as tensors on the device, to a GPU while the host continues. On MPS, a copy
     in the background would not keep its memory (pytorch#189690)."""
+    is_cuda = device.type == "cuda"
     tensors = tree_map(torch.as_tensor, batch)
-    if device.type == "cuda":
-        return tree_map(lambda each: each.pin_memory().to(device, non_blocking=True), tensors)
-    return tree_map(lambda each: each.to(device), tensors)
+    tensors = tree_map(torch.Tensor.pin_memory, tensors) if is_cuda else tensors
+    return tree_map(lambda tensor: tensor.to(device, non_blocking=is_cuda), tensors)
 
 
 def scalars(numbers, source, *needed):
     """`numbers`, {name: scalar}, which `source` returned. Raises RunFailed for anything else."""
-    found = numbers if isinstance(numbers, dict) else {"": numbers}
-    odd = [name for name, x in found.items() if math.prod(np.shape(x)) != 1]
-    if odd or not found.keys() >= {*needed}:
-        shapes = {name: tuple(np.shape(found[name])) for name in odd} or [*found]
+    shapes = {name: tuple(np.shape(x)) for name, x in numbers.items()}
+    if not shapes.keys() >= {*needed} or any(math.prod(shape) != 1 for shape in shapes.values()):
         raise RunFailed(f"{source}: found {shapes}; expected scalars, with {', '.join(needed)}")
-    return found
+    return numbers
 
 
 # ---- ranks: in a single process these functions do not communicate -------------------------------
-
-HANG_MINUTES = 30  # longest wait for another rank
 
 
 @contextlib.contextmanager
@@ -906,17 +873,15 @@ def joined(device):
     at_death_of_parent(
         signal.SIGTERM
     )  # ranks have sessions of their own, and would survive torchrun
-    backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backends, timeout=datetime.timedelta(minutes=HANG_MINUTES))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         total(torch.ones(1, device=device)).item()  # NCCL connects now: its errors are of the start
         yield
     except RuntimeError as error:
-        cause = str(error).strip()
-        if not re.search("gloo|NCCL", cause):
+        if not re.search("gloo|NCCL", str(error)):
             raise
-        found = f"another rank failed, or did not answer within {HANG_MINUTES} minutes"
-        raise RunFailed(f"{found} ({cause[-160:]}); the same command resumes the run") from error
+        cause = str(error).strip()[-160:]
+        raise RunFailed(f"another rank failed ({cause}); the same command resumes") from error
     # After a failure the GPU may wait in a sum for a rank that is gone, and destroying the group
     # would wait for that sum. Python's exit aborts the group instead (~ProcessGroupNCCL).
     dist.destroy_process_group()
@@ -944,12 +909,19 @@ def total(tensor):
     return tensor
 
 
+def mean_over_ranks(sums):
+    """{name: scalar}, summed over the ranks and divided by their number, by one message."""
+    if world_size() == 1:
+        return dict(sums)
+    means = total(torch.stack([part.float() for part in sums.values()])) / world_size()
+    return dict(zip(sums, means.unbind(), strict=True))
+
+
 def max_over_ranks(*numbers):
     """The largest of each number over all ranks, by one message between the hosts."""
-    if world_size() == 1:
-        return list(numbers)
     most = torch.tensor(numbers)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
+    if world_size() > 1:
+        dist.all_reduce(most, dist.ReduceOp.MAX)
     return most.tolist()
 
 
@@ -972,7 +944,7 @@ def from_rank0(function, *args):
             result = error
     result = from_all_ranks(result)[0]
     if isinstance(result, Exception):
-        raise result if rank() == 0 else SystemExit(getattr(result, "exit_code", 1))
+        raise result if rank() == 0 else SystemExit(2 if isinstance(result, BadInput) else 1)
     return result
 
 
@@ -1026,27 +998,22 @@ PEAKS = {
     "H100 PCIe": (756e12, 51e12),
     "A100-SXM4-40GB": (312e12, 19.5e12),
     "A100-SXM4-80GB": (312e12, 19.5e12),
-    "A100 80GB PCIe": (312e12, 19.5e12),
-    "A10G": (70e12, 35e12),
     "L40S": (362e12, 91.6e12),
     "L4": (121e12, 30.3e12),
     "GeForce RTX 4090": (165e12, 82.6e12),
-    "GeForce RTX 3090": (71e12, 35.6e12),
     "Tesla T4": (65e12, 8.1e12),
 }
 
 
 def choose_device(name):
     """The torch.device of this rank for --device=name. Raises BadInput if it is not available."""
-    kind = name
     if name == "auto":
-        kind = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
-    if kind == "cuda":
-        kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+        found = torch.accelerator.current_accelerator(check_available=True)
     try:
-        device = torch.device(kind)
+        device = torch.device((found or "cpu") if name == "auto" else name)
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # else the tensor below would also occupy GPU 0
+            torch.cuda.set_device(device.index or int(os.environ.get("LOCAL_RANK", 0)))
+            device = torch.device("cuda", torch.cuda.current_device())
         torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         why = str(error).partition("\n")[0][:120]
@@ -1061,7 +1028,7 @@ def choose_dtype(device):
         return "bfloat16" if major >= 8 else "float16", f"compute capability {major}.{minor}"
     native = cpu_info()[1] & {"amx_bf16", "avx512_bf16"}
     if device.type == "mps" or native:
-        return "bfloat16", f"native: {' '.join(native) or 'macOS 14'}"
+        return "bfloat16", f"native: {min(native, default='macOS 14')}"
     return "float32", "nothing smaller is native here"
 
 
@@ -1069,8 +1036,8 @@ def choose_compile(device, flops, steps):
     """(whether to compile, why) for --compile=auto. flops (may be NaN), steps: of the run."""
     if device.type == "cuda":  # it takes most of a minute
         return steps >= 1000, "worth it from 1,000 steps"
-    is_worth_it = device.type == "cpu" and flops >= 5e13
-    return is_worth_it, f"{flops:.1e} FLOPs; on a CPU worth it from 5e+13"
+    is_worth_it = device.type == "cpu" and flops >= 5e13 and bool(shutil.which("g++"))
+    return is_worth_it, f"{flops:.1e} FLOPs; on a CPU with g++ worth it from 5e+13"
 
 
 def prepare_torch(deterministic, device):
@@ -1089,11 +1056,14 @@ def prepare_torch(deterministic, device):
                 setattr(owner, name, torch.no_grad()(plain) if name == "step" else plain)
     # Make glibc keep freed memory for the next step, which allocates the same large blocks again:
     # returned to the system, they cost page faults, a fifth of a step or more
-    with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL("libc.so.6") if device.type == "cpu" else None
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: shrink only if 2 GiB at its end are free
-        libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: grow by 64 MiB more than is needed
+    if device.type == "cpu" and sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        for option, value in (
+            (-4, 0),
+            (-1, 2**31 - 1),
+            (-2, 2**26),
+        ):  # M_MMAP_MAX, M_TRIM, M_TOP_PAD
+            getattr(libc, "mallopt", int)(option, value)
     atexit.register(gc.freeze)  # else Python searches all of torch for garbage at exit
 
 
@@ -1108,6 +1078,13 @@ def compiled(model):
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 10**6
     torch._logging.set_logs(recompiles=True)
     return torch.compile(model, dynamic=False)
+
+
+def is_out_of_memory(error):
+    """Whether memory ran out. Only the text says so where an allocator raises a plain RuntimeError:
+    on the CPU, on MPS, and in CUDA's libraries."""
+    texts = r"can't allocate memory|out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED"
+    return isinstance(error, MemoryError) or bool(re.search(texts, str(error)))
 
 
 def memory_gb(device):
@@ -1129,20 +1106,18 @@ def gpu_util(device):
 
 def cpu_info():
     """(model name, instruction flags) of this CPU; no flags except on Linux x86."""
-    fields = {}
-    if sys.platform == "linux":
-        first_core = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-        fields = dict(re.findall(r"(?m)^(.*?)\s*: (.*)$", first_core))
-    return fields.get("model name", platform.machine()), set(fields.get("flags", "").split())
+    text = Path("/proc/cpuinfo").read_text() if sys.platform == "linux" else ""
+    fields = dict(re.findall(r"(?m)^(.*?)\s*: (.*)$", text.partition("\n\n")[0]))
+    return fields.get("model name", platform.machine()), {*fields.get("flags", "").split()}
 
 
 def describe(device):
     """What could explain a difference between two processes of a run."""
-    is_gpu = device.type == "cuda"
+    is_cuda = device.type == "cuda"
     return {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if is_gpu else cpu_info()[0],
+        "device": torch.cuda.get_device_name(device) if is_cuda else cpu_info()[0],
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "ranks": world_size(),
@@ -1156,19 +1131,24 @@ def peak_flops(device, name, dtype):
     known = PEAKS.get(name.removeprefix("NVIDIA "))
     if known:
         return known[dtype == torch.float32], f"datasheet of the {name}"
-    rate, size, fastest = 0.0, 128, 0.0
-    while size < 8192 and fastest < 0.004:  # the next one takes eight times as long
+    rate, size, seconds = 0.0, 128, [0.0]
+    while size < 8192 and min(seconds) < 0.004:  # the next one takes eight times as long
         size *= 2
         a = torch.ones(size, size, device=device, dtype=dtype)
-        seconds = []
+        times = [time.perf_counter()]
         for _ in range(10):
-            began = time.perf_counter()
             torch.mm(a, a)[0, 0].item()  # item() waits for the device
-            seconds.append(time.perf_counter() - began)
-        fastest = min(seconds)
-        rate = max(rate, 2 * size**3 / fastest)
+            times.append(time.perf_counter())
+        seconds = np.diff(times)
+        rate = max(rate, 2 * size**3 / min(seconds))
     is_busy = rate > 1.25 * 2 * size**3 / median(seconds)
     return math.nan if is_busy else rate, f"measured, matrix products of up to {size}-cubed"
+
+
+def float64(number):
+    """A scalar in float64; on MPS, which has none, on the CPU."""
+    number = torch.as_tensor(number).detach()
+    return (number.cpu() if number.device.type == "mps" else number).double()
 
 
 class Clock:
@@ -1187,51 +1167,34 @@ class Clock:
 
 # ---- the console ---------------------------------------------------------------------------------
 
-
-@dataclass
-class Field:
-    """How a known field of the rows of metrics.jsonl is shown."""
-
-    name: str
-    kind: str  # of its rows: train, eval
-    heading: str = ""  # above its column, or before the number of an evaluation; "" = not printed
-    form: str = ""  # how it is printed, a format of Python's
-    plot: str = ""  # the title of its panel in a report; "" = none
-    leaves: int = 0  # columns with the highest number leave a narrow terminal first; 0 = it stays
-
-    def shown(self, value):
-        return "n/a" if value is None else format(value, self.form)
-
-    def column(self):
-        return self.heading.rjust(len(self.shown(0)))
-
-
-# fmt: off
-FIELDS = {field.name: field for field in (  # in the order of columns and panels
-    Field("loss",           "train", "loss",      "7.4f",  "loss (nats)"),
-    Field("grad_norm",      "train", "norm",      "#8.3g", "gradient norm",         3),
-    Field("lr",             "train", "lr",        "8.2e",  "learning rate",         4),
-    Field("step_ms",        "train", "ms",        "7.1f",  "",                      2),
-    Field("data_ms",        "train", "wait",      "6.1f",  "",                      7),
-    Field("tokens_per_sec", "train", "tok/s",     "9,.0f", "throughput (tokens/s)"),
-    Field("mfu",            "train", "mfu",       "6.1%",  "",                      5),
-    Field("mem_gb",         "train", "GB",        "6.2f",  "memory (GB)",           6),
-    Field("gpu_util",       "train", "",          "4.0f",  "GPU busy (%)"),
-    Field("loss_scale",     "train", "scale",     "8.3g",  "loss scale",            5),
-    Field("val_loss",       "eval",  "val loss",  ".4f"),
-    Field("val_bpb",        "eval",  "bits/byte", ".4f",   "bits per byte"),
-    Field("val_accuracy",   "eval",  "accuracy",  ".1%",   "accuracy (%)"),
-    Field("val_tokens",     "eval",  "tokens",    ","),
-)}
-# fmt: on
-NOT_SHOWN = "kind step event finite skipped tokens sequences epoch best_val_loss".split()
+FIELDS = {  # of the rows of metrics.jsonl: heading, format; "" = it is not shown
+    "loss": ("loss", "7.4f"),
+    "grad_norm": ("norm", "7.3g"),
+    "lr": ("lr", "8.2e"),
+    "step_ms": ("ms", "6.1f"),
+    "data_ms": ("wait", "5.1f"),
+    "tokens_per_sec": ("tok/s", "8,.0f"),
+    "mfu": ("mfu", "5.1%"),
+    "mem_gb": ("GB", "5.2f"),
+    "loss_scale": ("scale", "6.0f"),
+    "val_loss": ("val loss", ".4f"),
+    "val_bpb": ("bits/byte", ".4f"),
+    "val_accuracy": ("accuracy", ".1%"),
+    "val_tokens": ("tokens", ","),
+}
+FIELDS |= dict.fromkeys(
+    "kind step skipped tokens sequences epoch gpu_util best_val_loss".split(), ""
+)
 
 
-def shown_fields(row, kind):
-    """What a line says of a row, in order: the fields of the table, then a fork's own numbers."""
-    known = [f for f in FIELDS.values() if f.heading and f.kind == kind and f.name in row]
-    own = [name for name in row if name not in FIELDS and name not in NOT_SHOWN]
-    return known + [Field(name, kind, name, "8.4g", leaves=1) for name in own]
+def shown_fields(row):
+    """[(heading, number as text)] of a row, in the order of FIELDS, then a fork's own numbers."""
+    cells = []
+    for name in sorted(row, key=lambda name: [*FIELDS, name].index(name)):
+        heading, form = FIELDS.get(name, (name, "8.4g")) or ("", "")
+        text = "n/a" if row[name] is None else format(row[name], form)
+        cells += [(heading, text.rjust(len(format(0, form))))] if heading else []
+    return cells
 
 
 def print0(*words, colour="", end="\n"):
@@ -1286,50 +1249,48 @@ def to_paste(script, *words):
 class Table:
     """The lines of steps, under a header that is printed again whenever the columns change."""
 
+    row, header, live_again = {}, "", 0.0
+
     def __init__(self, max_steps):
         self.max_steps = max_steps
-        self.header = ""
-        self.row = {}  # the row that was printed last
-        self.live_again = 0.0  # when the live line may be written again, time.monotonic()
 
     def print_row(self, row):
         """Print a row of metrics.jsonl. A field that is not in FIELDS gets a column of its own."""
         self.row = row
-        start, left = self.progress(row["step"]), self.time_left(row["step"]).rjust(8)
-        for limit in reversed(range(8)):
-            fields = [field for field in shown_fields(row, "train") if field.leaves <= limit]
-            cells = [field.shown(row[field.name]).rjust(len(field.column())) for field in fields]
-            line = " ".join([start, *cells, left])
-            if len(line) <= line_width():
-                break
-        columns = [field.column() for field in fields]
-        header = " ".join(["step/total".ljust(len(start)), *columns, "    left"])
+        cells = [
+            ("   step/total", self.progress(row)),
+            *shown_fields(row),
+            ("   left", self.left(row)),
+        ]
+        header = " ".join(heading.rjust(len(text)) for heading, text in cells)
         if header != self.header:
             print0(header)
         self.header = header
-        print0(line)
+        print0(" ".join(text.rjust(len(heading)) for heading, text in cells))
 
-    def progress(self, step):
-        return f"{step:>7}/{self.max_steps:<7}"
+    def progress(self, row):
+        return f"{row['step']:>6}/{self.max_steps:<6}"
 
-    def time_left(self, step):
-        """At the speed of the row printed last."""
-        return duration((self.max_steps - step) * self.row["step_ms"] / 1000)
+    def left(self, row):
+        """The time that is left, at the speed of the row printed last."""
+        return duration((self.max_steps - row["step"]) * self.row["step_ms"] / 1000)
 
-    def print_live(self, step):
+    def print_live(self, state):
         """On a terminal, show the step below the last line, which the next line overwrites. All other
         numbers are of the row printed last: nothing is asked of the device."""
         if self.row and time.monotonic() > self.live_again and sys.stdout.isatty():
             self.live_again = time.monotonic() + 0.25
-            loss = f"loss {self.row['loss']:.4f} at step {self.row['step']:,}"
-            print0(f"{self.progress(step)}  {loss}  {self.time_left(step)} left", end="\r")
+            print0(
+                self.progress(state),
+                f"loss {self.row['loss']:.4f}  {self.left(state)} left",
+                end="\r",
+            )
 
     def print_evaluation(self, row, is_best):
         """Print a row of an evaluation, with every further number that evaluate() returned."""
-        fields = shown_fields(row, "eval")
-        words = [f"{field.heading} {field.shown(row[field.name]).strip()}" for field in fields]
+        words = "  ".join(f"{heading} {text.strip()}" for heading, text in shown_fields(row))
         best, green = ("  best", "\x1b[32m") if is_best else ("", "")
-        print_wrapped(f"{self.progress(row['step'])} {'  '.join(words)}{best}", green)
+        print_wrapped(f"{self.progress(row)} {words}{best}", green)
 
 
 def start_wandb(project, name, wandb_id, config):

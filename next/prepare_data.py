@@ -109,6 +109,15 @@ def read_file(path):
         fail(f"cannot read {path}: {error.strerror}; expected a file")
 
 
+def instead_of(name, error):
+    """The dataset to train on where that of this name cannot be downloaded."""
+    if name not in FALLBACK:
+        raise error
+    bar = "!" * 90
+    print0(f"{bar}\n!! {error}\n!! This run trains on {FALLBACK[name]!r} INSTEAD OF {name!r}.\n{bar}")
+    return FALLBACK[name]
+
+
 def main(argv=None):
     names = []
     with configured(globals(), argv=argv, words=names):
