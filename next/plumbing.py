@@ -35,7 +35,6 @@ import zipfile
 import zlib
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 STARTED = time.perf_counter()
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
@@ -45,7 +44,7 @@ if "WORLD_SIZE" in os.environ:  # else C++ warns of DistributedDataParallel's fi
 if os.getpid() == 1:  # in a container: the system gives process 1 no signal that it does not handle
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
 
-import numpy as np  # noqa: E402  before torch, which would swallow a Ctrl-C meanwhile
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map  # noqa: E402
@@ -61,7 +60,7 @@ REPO = Path(__file__).resolve().parent
 
 
 class BadInput(Exception):
-    """Bad input: one line on what was found, what was expected, and what to type. Exit code 2."""
+    """Bad input, exit code 2: one line on what was found, what was expected, and what to type."""
 
 
 class Offline(BadInput):
@@ -69,10 +68,7 @@ class Offline(BadInput):
 
 
 class RunFailed(Exception):
-    """The run cannot continue: one line on what happened and what to do next. Exit code 1, or 128 + n
-    after signal n."""
-
-    signal = 0
+    """The run cannot continue, exit code 1: one line on what happened and what to do next."""
 
 
 def fail(message):
@@ -81,16 +77,13 @@ def fail(message):
 
 def end_script(kind, error, trace):
     """Print what ends a script: an error of ours as one line, any other as Python's traceback."""
-    code = 2 if isinstance(error, BadInput) else 1
-    if isinstance(error, BadInput | RunFailed):
-        code = 128 + error.signal if getattr(error, "signal", 0) else code
-        print(f"{os.path.basename(sys.argv[0])}: {error}", file=sys.stderr)
-    elif isinstance(error, KeyboardInterrupt):
-        code = 128 + signal.SIGINT
-        print("stopped by Ctrl-C", file=sys.stderr)
+    if isinstance(error, BadInput | RunFailed | KeyboardInterrupt):
+        name = os.path.basename(sys.argv[0])
+        print(f"{name}: {error or 'stopped by Ctrl-C'}", file=sys.stderr)
     else:
         traceback.print_exception(error)
-    exit_process(code)
+    code = {BadInput: 2, Offline: 2, KeyboardInterrupt: 130}.get(kind, 1)
+    exit_process(getattr(error, "exit_code", code))
 
 
 sys.excepthook = end_script
@@ -123,15 +116,13 @@ NAMES_ELSEWHERE = {  # a name of nanoGPT and others: what to type instead
 
 
 class Config(dict):
-    """Every knob and its value. default: the values of the source; base: those without what is
-    typed; typed: names that flags set, or config files after the first one; choices: allowed
-    values of some."""
+    """Every knob and its value. default: the values of the source; base: those without flags; typed:
+    names that flags set; choices: the allowed values of some."""
 
 
 def knobs_in(scope):
     """{name: value} of the lower-case globals of a script that are plain values."""
-    is_knob = re.compile("[a-z][a-z0-9_]*").fullmatch
-    plain = (str, int, float, bool)
+    plain, is_knob = (str, int, float, bool), re.compile("[a-z][a-z0-9_]*").fullmatch
     return {name: x for name, x in scope.items() if type(x) in plain and is_knob(name)}
 
 
@@ -158,14 +149,21 @@ def configured(*scopes, argv=None, words=None):
         raise SystemExit(0)
     before = [knobs_in(scope) for scope in scopes]
     config = Config({name: value for knobs in before for name, value in knobs.items()})
-    config.default, config.base, config.typed = dict(config), dict(config), set()
+    config.default = dict(config)
     config.choices = {name: x for scope in scopes for name, x in scope.get("CHOICES", {}).items()}
-    for written, name, value, is_typed in assignments(argv, config, words):
-        config[name] = accept(written, name, value, config)
-        if is_typed:
+    for path in (word for word in argv if is_config(word)):
+        for name, value in read_config(path, config).items():
+            config[name] = accept(f"{path}: {name} = {value!r}", name, value, config)
+    config.base, config.typed = dict(config), set()
+    for word in argv:
+        name, _, value = word.removeprefix("--").partition("=")
+        if word.startswith("-"):
+            config[name] = accept(word, name, value, config)
             config.typed.add(name)
-        else:
-            config.base[name] = config[name]
+        elif not is_config(word) and words is None:
+            fail(f"unexpected argument {word!r}; write config/FILE.py or --key=value")
+        elif not is_config(word):
+            words.append(word)
     try:
         for scope, knobs in zip(scopes, before, strict=True):
             scope.update({name: config[name] for name in knobs})
@@ -175,48 +173,38 @@ def configured(*scopes, argv=None, words=None):
             scope.update(knobs)
 
 
-def assignments(argv, config, words):
-    """Yields (what is written, name, value, whether it counts as typed): config files first, each of
-    which sees the knobs as set so far."""
-    files = [word for word in argv if word.endswith(".py") and word[0] != "-"]
-    for path in files:
-        if not os.path.isfile(path):
-            fail(f"no config file {path} in {os.getcwd()}")
-        values = {"__builtins__": builtins, **config}
-        exec(compile(Path(path).read_bytes(), path, "exec"), values)
-        for name, value in values.items():
-            if name[0] != "_" and value is not config.get(name):
-                is_typed = path != files[0] and name != "out_dir"
-                yield f"{path}: {name} = {value!r}", name, value, is_typed
-    for word in argv:
-        name, equals, value = word.removeprefix("--").partition("=")
-        if word[:1] == "-":
-            yield word, name, value if equals else None, True
-        elif word not in files and words is None:
-            fail(f"unexpected argument {word!r}; write config/FILE.py or --key=value")
-        elif word not in files:
-            words.append(word)
+def is_config(word):
+    return word.endswith(".py") and not word.startswith("-")
+
+
+def read_config(path, config):
+    """{name: value} that a config file sets; it sees the knobs as set so far, and may set _names."""
+    if not os.path.isfile(path):
+        fail(f"no config file {path} in {os.getcwd()}")
+    values = {"__builtins__": builtins, **config}
+    exec(compile(Path(path).read_bytes(), path, "exec"), values)
+    return {n: x for n, x in values.items() if n[0] != "_" and x is not config.get(n)}
 
 
 def accept(written, name, value, config):
     """`value` as the type of the knob. Raises BadInput that quotes `written`: the flag, or the file
     and the assignment in it."""
-    if name not in config.default:
+    if name not in config:
         hint = "--help lists every name; one of your own, in a file, begins with _"
         for near in difflib.get_close_matches(name, config, n=1):
             hint = f"did you mean {near}?"
         fail(f"unknown name {name!r} in {written}; {NAMES_ELSEWHERE.get(name, hint)}")
-    default, kind = config.default[name], type(config.default[name])
+    default, kind, text = config.default[name], type(config.default[name]), show(value)
     choices = config.choices.get(name, (True, False) if kind is bool else ())
     for choice in choices:
-        if show(choice) == {"1": "true", "0": "false"}.get(show(value), show(value).lower()):
+        if show(choice) == {"1": "true", "0": "false"}.get(text, text.lower()):
             return choice
-    expected = " | ".join(map(show, choices)) or f"{kind.__name__}, such as --{name}={default!r}"
     with contextlib.suppress(ValueError, OverflowError):  # int(nan), int(inf)
-        if kind is str and not choices and isinstance(value, str) and (value or not default):
-            return value
-        if kind in (int, float) and kind(float(show(value))) == float(show(value)):
-            return kind(float(show(value)))
+        if kind in (int, float) and kind(float(text)) == float(text):
+            return kind(float(text))
+    if kind is str and isinstance(value, str) and not choices and (value or not default):
+        return value
+    expected = " | ".join(map(show, choices)) or f"{kind.__name__}, such as --{name}={default}"
     fail(f"{written}: expected {expected}")
 
 
@@ -245,21 +233,15 @@ def replacing(path):
     temporary.unlink(missing_ok=True)  # left behind by a kill
     try:
         yield temporary
-        fsync(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # a network disk
-        fsync(temporary.parent)
-
-
-def fsync(path):
-    """Flush a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        folder = os.open(temporary.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 
 def digest_of(path):
@@ -304,16 +286,28 @@ def read_json(path):
     return {}
 
 
-# ---- the folder of a run -------------------------------------------------------------------------
+# ---- the folder of a run, and its metrics.jsonl --------------------------------------------------
+
+# Fields that follow from seed and code alone. Others are measured, or a fork's, which may be.
+COMPUTED = (
+    "loss grad_norm lr loss_scale skipped tokens sequences epoch val_loss val_accuracy".split()
+)
+COMPUTED += ["val_bpb", "val_tokens", "best_val_loss"]
 
 
 class Folder:
-    """out/NAME, which lock() keeps for this process until the `with` ends."""
+    """out/NAME, which lock() keeps for this process until the `with` ends; its log, which only rank 0
+    writes. What cannot be written there waits in memory, and no row stands there twice: rows past
+    the checkpoint from which a run goes on stay until the first new one, which takes their place in
+    one rename."""
 
-    lock_file = None
+    lock_file = log = None
 
     def __init__(self, path):
         self.path = Path(path)
+        self.changing = threading.Lock()  # the thread that saves logs events
+        self.waiting = []  # rows that are not in the log yet
+        self.is_failing = False
 
     def __enter__(self):
         return self
@@ -326,7 +320,7 @@ class Folder:
         """NAME_2, or the first of NAME_3, NAME_4 ... that does not exist yet."""
         while os.path.lexists(f"{self.path}{suffix}{number}"):
             number += 1
-        return shown(f"{self.path}{suffix}{number}")
+        return f"{self.path}{suffix}{number}"
 
     def lock(self):
         """Make the folder and lock it. Raises BadInput if another run has it, or if it cannot be
@@ -354,55 +348,65 @@ class Folder:
         if not os.path.samestat(os.stat(self.path / ".lock"), os.fstat(self.lock_file.fileno())):
             raise OSError(errno.ESTALE, "another run has taken the place of this folder")
 
+    def open_log(self, step, evaluated):
+        """Open the log of a run that goes on at `step`; -1: that begins. Returns the old rows past
+        it."""
+        self.place, path = (step, evaluated), self.path / "metrics.jsonl"
+        path.touch()
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # half a line that a kill has left
+        rows = read_rows(path)
+        old = [row for row in rows if is_past(row, *self.place)]
+        self.kept = [row for row in rows if not is_past(row, *self.place)] if old else None
+        self.log = open(path, "ab", buffering=0)
+        return old
 
-def folder_name(config, free, script):
-    """The out_dir of a flag; else that of the config file and, in the order of the knobs, what was
-    typed, changes a value and makes another run: out/mine,n_layer=2. A script lab.py makes out/run
-    to out/lab, and the out_dir of a config file to out/mine,lab."""
-    parent, name = os.path.split(config["out_dir"])
-    if "out_dir" in config.typed:
-        return config["out_dir"]
-    if script:
-        name = (
-            script.stem
-            if config["out_dir"] == config.default["out_dir"]
-            else f"{name},{script.stem}"
-        )
-    sizes = [each["batch_size"] * each["accum_steps"] for each in (config, config.base)]
-    unnamed = free - {"max_steps"} | (
-        {"batch_size", "accum_steps"} if len({*sizes}) == 1 else set()
-    )
-    for key in config:
-        if key in config.typed - unnamed and config[key] != config.base[key]:
-            value = show(config[key])
-            if key == "init_from":  # the folder and the file of the run that it names
-                value = "-".join(Path(value).resolve().with_suffix("").parts[-2:])
-            name += f",{key}={value.replace('/', '-')}"
-    if len(name) > 150:  # file systems allow 255 bytes
-        name = f"{name[:130]},{hash_of(name)}"
-    return os.path.join(parent, name)
+    def write_rows(self, rows):
+        """Append rows. If that fails, it is said once, and training goes on."""
+        with self.changing:
+            for row in rows if self.log else ():
+                finite = clean(row)
+                self.waiting.append(finite if finite == row else finite | {"finite": False})
+            try:
+                self.flush()
+                self.is_failing = False
+            except OSError as error:
+                if not self.is_failing:
+                    print0(f"metrics.jsonl cannot be written ({error.strerror}); its rows wait")
+                self.is_failing = True
+
+    def flush(self):
+        """Raises OSError if rows still wait for room on the disk."""
+        if (
+            self.waiting
+            and self.kept is not None
+            and any(is_past(r, *self.place) for r in self.waiting)
+        ):
+            self.require_own()
+            path = self.path / "metrics.jsonl"
+            with replacing(path) as temporary:
+                temporary.write_bytes(as_lines(self.kept + self.waiting))
+            self.log, self.kept = open(path, "ab", buffering=0), None
+        elif self.waiting:
+            end = self.log.seek(0, os.SEEK_END)
+            lines = as_lines(self.waiting)
+            if self.log.write(lines) < len(lines):
+                self.log.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.waiting = []
 
 
-# ---- metrics.jsonl -------------------------------------------------------------------------------
-
-# Fields that follow from seed and code alone. Others are measured, or a fork's, which may be.
-COMPUTED = (
-    "loss grad_norm lr loss_scale skipped tokens sequences epoch val_loss val_accuracy".split()
-)
-COMPUTED += ["val_bpb", "val_tokens", "best_val_loss"]
+def as_lines(rows):
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
 def read_rows(path):
     """The rows of a metrics.jsonl, without half a line that a kill has left; none without a file."""
-    content = Path(path).read_bytes() if os.path.exists(path) else b""
-    return [row for row in map(row_in, content.splitlines(keepends=True)) if row]
-
-
-def row_in(line):
-    """The row in a line of the log; None if there is none."""
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        row = json.loads(line)
-        return row if line.endswith(b"\n") and key_of(row)[1] >= 0 else None
+    rows = []
+    for line in Path(path).read_bytes().splitlines() if os.path.exists(path) else ():
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            row = json.loads(line)
+            rows += [row] if key_of(row)[1] >= 0 else []
+    return rows
 
 
 def key_of(row):
@@ -418,73 +422,37 @@ def is_past(row, step, evaluated):
     return (row["step"], row["kind"] == "eval") > (step, evaluated == step)
 
 
-class Log:
-    """A metrics.jsonl that a run writes, on rank 0. What cannot be written waits in memory, and no row
-    stands there twice: rows past the checkpoint from which a run goes on stay until the first new
-    one is written, which takes their place in one rename. Any thread may call a method."""
-
-    file = None
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.path = folder.path / "metrics.jsonl"
-        self.changing = threading.Lock()
-        self.waiting = []  # rows that are not in the file
-        self.is_failing = False
-
-    def begin(self, step, evaluated):
-        """Open the log of a run that goes on at `step`; -1: that begins. Returns the old rows past
-        it."""
-        self.path.touch()
-        content = self.path.read_bytes()
-        os.truncate(self.path, content.rfind(b"\n") + 1)  # half a line that a kill has left
-        self.place = step, evaluated
-        self.kept, old = [], []
-        for row in read_rows(self.path):
-            (old if is_past(row, *self.place) else self.kept).append(row)
-        self.kept = self.kept if old else None
-        self.file = open(self.path, "ab", buffering=0)
-        return old
-
-    def write(self, rows):
-        """Append rows, with null for numbers that are not finite. If that fails, it is said once, and
-        training goes on."""
-        with self.changing:
-            for row in rows if self.file else ():
-                finite = clean(row)
-                self.waiting.append(finite if finite == row else finite | {"finite": False})
-            try:
-                self.flush()
-            except OSError as error:
-                if not self.is_failing:
-                    print0(f"metrics.jsonl cannot be written ({error.strerror}); its rows wait")
-                self.is_failing = True
-
-    def flush(self):
-        """Raises OSError if rows still wait for room on the disk."""
-        if self.kept is not None and any(is_past(row, *self.place) for row in self.waiting):
-            self.folder.require_own()
-            with replacing(self.path) as temporary:
-                temporary.write_bytes(as_lines(self.kept + self.waiting))
-            self.file, self.kept = open(self.path, "ab", buffering=0), None
-        elif self.waiting:
-            end = self.file.seek(0, os.SEEK_END)
-            if self.file.write(as_lines(self.waiting)) < len(as_lines(self.waiting)):
-                self.file.truncate(end)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.waiting, self.is_failing = [], False
-
-
-def as_lines(rows):
-    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-
-
 def differences(old, new, best_metric):
     """[(field, then, now)] of what differs, in any bit, between two rows of one kind and step, among
     the fields that follow from seed and code. best_metric: the knob, whose field counts, too."""
     name, new = best_metric.removeprefix("-"), clean(new)
     both = [key for key in (*COMPUTED, name, f"best_{name}") if key in old and key in new]
     return [(key, old[key], new[key]) for key in both if old[key] != new[key]]
+
+
+def folder_name(config, free, script):
+    """The out_dir of a flag; else that of the config file and, in the order of the knobs, what was
+    typed, changes a value and makes another run: out/mine,n_layer=2. A script lab.py makes out/run
+    to out/lab, and the out_dir of a config file to out/mine,lab."""
+    parent, name = os.path.split(config["out_dir"])
+    if "out_dir" in config.typed:
+        return config["out_dir"]
+    if script:
+        name = (
+            script.stem
+            if config["out_dir"] == config.default["out_dir"]
+            else f"{name},{script.stem}"
+        )
+    sizes = {each["batch_size"] * each["accum_steps"] for each in (config, config.base)}
+    unnamed = free - {"max_steps"} | ({"batch_size", "accum_steps"} if len(sizes) == 1 else set())
+    for key in config:
+        if key in config.typed - unnamed and config[key] != config.base[key]:
+            value = show(config[key])
+            if key == "init_from":  # the folder and the file of the run that it names
+                value = "-".join(Path(value).resolve().with_suffix("").parts[-2:])
+            name += f",{key}={value.replace('/', '-')}"
+    # file systems allow 255 bytes
+    return os.path.join(parent, name if len(name) <= 150 else f"{name[:130]},{hash_of(name)}")
 
 
 # ---- the code of a run ---------------------------------------------------------------------------
@@ -537,46 +505,44 @@ def keep_code(folder, files, diff):
 def changed_code(then, files, folder, knobs):
     """{name: [hash then, hash now]} of the files that compute something else than before. then: {name:
     hash}, whose texts keep_code() wrote to `folder`. knobs: names whose values are no code."""
-    kept = {digest_of(path): path for path in folder.rglob("*.py")}
+    texts = {digest_of(path): path.read_bytes() for path in folder.rglob("*.py")}
     changed = {}
     for name, digest in then.items():
         path = files.get(name, REPO / name)
-        now = digest_of(path) if path.is_file() else "gone"
-        texts = [each.read_bytes() for each in (kept.get(digest), path) if each and each.is_file()]
-        if now != digest and (
-            len(texts) < 2 or tree_of(texts[0], knobs) != tree_of(texts[1], knobs)
-        ):
-            changed[name] = [digest[:8], now[:8]]
+        now = path.read_bytes() if path.is_file() else b""
+        texts.setdefault(digest, b"")
+        if digest != hashlib.sha256(now).hexdigest() and not same_tree(texts[digest], now, knobs):
+            changed[name] = [digest[:8], hashlib.sha256(now).hexdigest()[:8]]
     return changed
 
 
-def tree_of(text, knobs):
-    """The syntax tree of a script as text, without docstrings and the values of knobs."""
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
-            node.value.value = None
-    for node in tree.body:
-        names = re.findall(r"\w+", " ".join(map(ast.unparse, getattr(node, "targets", []))))
-        if names and {*names} <= {*knobs, "train"}:  # peak_lr = 1; train.a, train.b = 1, 2
-            node.value = ast.Constant(None)
-        elif ast.unparse(node).startswith("train.knob("):
-            del node.value.args[1:]  # the default and the comment
-    return ast.dump(tree)
+def same_tree(one, other, knobs):
+    """Whether two texts differ in comments, docstrings, layout and values of knobs alone."""
+    trees = [ast.parse(one), ast.parse(other)]
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
+                node.value.value = None
+        for node in tree.body:
+            names = re.findall(r"\w+", " ".join(map(ast.unparse, getattr(node, "targets", []))))
+            if names and {*names} <= {*knobs, "train"}:  # peak_lr = 1; train.a, train.b = 1, 2
+                node.value = ast.Constant(None)
+            elif ast.unparse(node).startswith("train.knob("):
+                del node.value.args[1:]  # the default and the comment
+    return bool(one and other) and ast.dump(trees[0]) == ast.dump(trees[1])
 
 
 def git_state():
     """({commit, dirty} of the repository, its diff). The Docker image has GIT_COMMIT, not .git."""
     git = ["git", "-C", REPO, f"--git-dir={REPO}/.git", f"--work-tree={REPO}"]  # never a parent's
-    run = partial(subprocess.check_output, stderr=subprocess.DEVNULL)
+    words = ["rev-parse", "HEAD"], ["diff", "HEAD"]
     try:
         commit, diff = (
-            run([*git, "rev-parse", "HEAD"]).decode().strip(),
-            run([*git, "diff", "HEAD"]),
+            subprocess.check_output([*git, *w], stderr=subprocess.DEVNULL) for w in words
         )
     except (OSError, subprocess.SubprocessError):
         return {"commit": os.environ.get("GIT_COMMIT"), "dirty": None}, b""
-    return {"commit": commit, "dirty": bool(diff)}, diff
+    return {"commit": commit.decode().strip(), "dirty": bool(diff)}, diff
 
 
 # ---- what tools read: a fork's script, a checkpoint, weights -------------------------------------
@@ -1141,7 +1107,7 @@ def peak_flops(device, name, dtype):
             times.append(time.perf_counter())
         seconds = np.diff(times)
         rate = max(rate, 2 * size**3 / min(seconds))
-    is_busy = rate > 1.25 * 2 * size**3 / median(seconds)
+    is_busy = rate > 1.25 * 2 * size**3 / np.median(seconds)
     return math.nan if is_busy else rate, f"measured, matrix products of up to {size}-cubed"
 
 

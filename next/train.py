@@ -187,6 +187,9 @@ class Run(SimpleNamespace):
     checkpoints and run.json say of the run; folder; batches: those to come, for this rank; wandb:
     the session or None."""
 
+    check = peak = wandb = None
+    step_ms = math.inf
+
     def stop(self, why):
         """For a function in on_row, at the row of an evaluation: the run ends, and is finished."""
         self.state["ended"] = why
@@ -198,31 +201,24 @@ def main(argv: list[str] | None = None) -> int:
     if plumbing.is_importing_worker():  # of a script without `if __name__ == "__main__"`
         return 0
     with plumbing.Signals() as signals, build(argv, to_train=True) as run:
-        ended, code = finished_before(run), 0
-        if not ended:
-            run.signals = signals
-            code = run_to_the_end(run, argv)
+        if run.is_finished:
+            print0(how_to_train_longer(run))
+            return 0
+        run.signals = signals
+        ended, code = "failed", 1
+        try:
+            open_folder(run, sys.argv[1:] if argv is None else argv)
+            signals.is_training = True
+            ended, code = train(run)
+        except BaseException as error:
+            ended = f"failed: {type(error).__name__}: {error}"[:300]
+            raise
+        finally:
+            run.batches = None
+            plumbing.kill_workers()
+            close_folder(run, ended)
     if code and argv is None and plumbing.script_path():  # `python lab.py && next` must not go on
         raise SystemExit(code)
-    return code
-
-
-def run_to_the_end(run, argv):
-    """Open the folder, train, record how the run ended. Returns the exit code."""
-    ended, code = "failed", 1
-    try:
-        open_folder(run, argv)
-        run.signals.is_training = True
-        ended, code = train(run)
-        if code == 0:
-            print_sample(run)
-    except BaseException as error:
-        ended = f"failed: {type(error).__name__}: {error}"[:300]
-        raise
-    finally:
-        run.batches = None
-        plumbing.kill_workers()
-        close_folder(run, ended)
     return code
 
 
@@ -261,7 +257,9 @@ def train(run):
             saver.save_if_new()
             if stop:
                 log_two_more_steps(run)
-            return ending, 128 + stop if stop else 0
+                return ending, 128 + stop
+            print_sample(run)
+            return ending, 0
 
         # ---- train: only this line changes the weights
         steps.append(take_step(run))
@@ -306,7 +304,7 @@ def log_two_more_steps(run):
     """After a signal and its save, take the next two steps for their rows alone: the process that
     resumes computes them again, and so measures whether it is exact. Two, because lost moments show
     only in the second."""
-    is_slow = 2 * run.table.row.get("step_ms", math.inf) > 3000
+    is_slow = 2 * run.step_ms > 3000
     for taken in range(2):
         step = run.state["step"]
         has_evaluation = taken and every(eval_interval, step)  # which may change the rate
@@ -816,7 +814,7 @@ class Saver:
         while from_rank0(self.wait):
             if time.monotonic() > give_up:
                 failure = RunFailed(f"{self.error}; the newest checkpoint: {self.newest}")
-                failure.signal = signals.stop
+                failure.exit_code = 128 + signals.stop if signals.stop else 1
                 raise failure
             time.sleep(5)
             self.save()
@@ -835,9 +833,9 @@ class Saver:
         self.error = None
         try:
             folder.require_own()
-            with run.log.changing:
-                run.log.flush()
-                os.fsync(run.log.file.fileno())
+            with folder.changing:
+                folder.flush()
+                os.fsync(folder.log.fileno())
             if self.lost_best and "best.pt" not in names:
                 write_files(folder.path, self.lost_best, ["best.pt"])
             self.lost_best = parts if "best.pt" in names else None
@@ -894,8 +892,9 @@ def log_steps(run, steps, is_kept=True):
     seconds = run.clock.lap("train")
     rows = [fields | {name: next(values) for name in named} for fields, named in steps]
     speed = sum(row.pop("positions") for row in rows) / seconds
+    run.step_ms = 1000 * seconds / len(rows)
     common = {
-        "step_ms": 1000 * seconds / len(rows),
+        "step_ms": run.step_ms,
         "tokens_per_sec": speed,
         "mfu": mfu_at(run, speed),
         "mem_gb": plumbing.memory_gb(run.device),
@@ -951,7 +950,7 @@ def watch_skips(run, row, n_targets):
 
 def log_rows(run, rows, is_kept=True):
     """Write rows to metrics.jsonl, compare them with those of a killed process, show them."""
-    run.log.write(rows)
+    run.folder.write_rows(rows)
     for row in rows if rank() == 0 else ():
         if run.check:
             check_row(run, row)
@@ -965,7 +964,7 @@ def log_event(run, event, text, **fields):
     if text:
         plumbing.print_wrapped(text if "\n" in text else f"{run.state['step']:>7} {text}")
     row = {"kind": "event", "step": run.state["step"], "event": event, **fields, "text": text}
-    run.log.write([row])
+    run.folder.write_rows([row])
 
 
 # ---- 9. the start --------------------------------------------------------------------------------
@@ -1008,6 +1007,8 @@ def build(argv: list[str] | None = None, to_train: bool = False):
             begin_from(run)
         if run.is_another:
             run.state |= {name: FRESH_STATE[name] for name in (*BEST, "ended")}
+        is_evaluated = run.state["evaluated"] == run.state["step"]
+        run.is_finished = bool(saved and is_evaluated and how_it_is_over(run.state))
         yield run
 
 
@@ -1016,7 +1017,7 @@ def find_checkpoint(run, stack, to_train):
     None for a run that begins."""
     name = plumbing.folder_name(run.config, FREE, plumbing.script_path())
     run.folder = stack.enter_context(plumbing.Folder(name))
-    run.log, run.saver = plumbing.Log(run.folder), Saver(run)
+    run.saver = Saver(run)
     run.path = from_rank0(newest_checkpoint, run.folder, to_train)
     return run.path and plumbing.read_checkpoint(run.path, FORMAT)
 
@@ -1108,7 +1109,7 @@ def build_parts(run, vocab_size):
     run.ema = {name: weight.detach().clone() for name, weight in averaged}
     run.state["micro_batch"] = batch_size
     run.extra, run.table = Extra(), plumbing.Table(max_steps)
-    run.check, run.peak, run.wandb, run.signals = None, None, None, plumbing.Signals()
+    run.signals = plumbing.Signals()
     run.wrapped, choice = run.model, compile
     if compile == "auto":
         tokens = sequences_at(0) * block_size * max_steps / world_size()
@@ -1207,16 +1208,12 @@ def refuse_another_run(run, saved):
         fail(f"{name} is finished at step {step}, and {words}; raise --max_steps")
 
 
-def finished_before(run):
-    """Whether the run has no step and no evaluation left to take; then say how to train longer."""
-    state, name = run.state, plumbing.shown(run.folder.path)
-    how = how_it_is_over(state)
-    if not run.path or not how or state["evaluated"] != state["step"]:
-        return False
+def how_to_train_longer(run):
+    how, name = how_it_is_over(run.state), plumbing.shown(run.folder.path)
     knob = "--max_steps" if how == "finished" else "--patience"
-    longer = f"to train it longer raise {knob} with --out_dir={name}; anew: --out_dir={run.folder.fresh()}"
-    print0(f"{name}: {how} at step {state['step']:,}; {best_words(state)}; {longer}")
-    return True
+    found = f"{name}: {how} at step {run.state['step']:,}; {best_words(run.state)}"
+    again = f"to train anew write --out_dir={run.folder.fresh()}"
+    return f"{found}; to train it longer raise {knob} with --out_dir={name}; {again}"
 
 
 def best_words(state):
@@ -1224,10 +1221,10 @@ def best_words(state):
     return f"{by} validation loss {state['best_val_loss']:.4f} at step {state['best_step']:,}"
 
 
-def open_folder(run, argv):
+def open_folder(run, flags):
     """All is checked: from here on the run writes to its folder."""
     state = run.state
-    old_rows = from_rank0(begin_record, run, sys.argv[1:] if argv is None else argv)
+    old_rows = from_rank0(begin_record, run, flags)
     print_plan(run)
     run.clock.lap("start")
     if not run.path:
@@ -1279,7 +1276,7 @@ def begin_record(run, flags):
     if wandb_log:
         name = wandb_run_name or folder.path.name
         run.wandb = plumbing.start_wandb(wandb_project, name, run.json["wandb_id"], run.config)
-    return run.log.begin(state["step"] if run.path else -1, state["evaluated"])
+    return run.folder.open_log(state["step"] if run.path else -1, state["evaluated"])
 
 
 PLAN = """\
