@@ -56,9 +56,9 @@ from plumbing import (
     Offline,
     configured,
     digest_of,
+    exit_process,
     fail,
     print0,
-    exit_process,
     write_json,
 )
 
@@ -101,29 +101,15 @@ WITHOUT_NETWORK = "python prepare_data.py pydoc needs no network; --input=FILE t
 TIMEOUT = 4  # seconds without an answer that count as no network
 
 
-def read_file(path):
-    """The bytes of a file. Raises BadInput if it cannot be read."""
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        fail(f"cannot read {path}: {error.strerror}; expected a file")
-
-
-def instead_of(name, error):
-    """The dataset to train on where that of this name cannot be downloaded."""
-    if name not in FALLBACK:
-        raise error
-    bar = "!" * 90
-    print0(f"{bar}\n!! {error}\n!! This run trains on {FALLBACK[name]!r} INSTEAD OF {name!r}.\n{bar}")
-    return FALLBACK[name]
-
-
 def main(argv=None):
     names = []
     with configured(globals(), argv=argv, words=names):
         if len(names) != 1:
             fail(f"expected one NAME, found {len(names)}; type: python prepare_data.py shakespeare")
-        prepare(names[0], data_dir, os.path.expanduser(input), tokenizer)
+        is_there = os.path.exists(f"{folder_of(names[0], data_dir)}/meta.json")
+        folder, meta = prepare(names[0], data_dir, os.path.expanduser(input), tokenizer)
+        if is_there:
+            print0(f"{folder} is there already, {described(meta)}; nothing to do")
 
 
 # ---- one dataset ---------------------------------------------------------------------------------
@@ -171,12 +157,11 @@ def prepare(name: str, data_dir: str, input: str = "", tokenizer: str = "auto") 
             f"{folder} holds another dataset: {described(old)}, not {described(meta)}; "
             "choose another NAME, or delete that folder if no run depends on it"
         )
-    print0(f"{folder} is there already, {described(old)}; nothing to do")
     return folder, old
 
 
 def check_knobs(tokenizer):
-    if tokenizer not in ("auto", *TOKENIZERS):
+    if tokenizer not in TOKENIZERS:
         fail(f"--tokenizer={tokenizer}: expected auto, {', '.join(TOKENIZERS)}")
     if not 0 <= val_fraction < 1:  # NaN is refused, too
         fail(f"--val_fraction={val_fraction}: expected a share, at least 0 and below 1")
@@ -207,6 +192,25 @@ def verified_meta(folder: str) -> dict:
     return meta
 
 
+def instead_of(name: str, error: Exception) -> str:
+    """The dataset on which a run trains where that of this name cannot be downloaded."""
+    if name not in FALLBACK:
+        raise error
+    bar = "!" * 90
+    print0(
+        f"{bar}\n!! {error}\n!! This run trains on {FALLBACK[name]!r} INSTEAD OF {name!r}.\n{bar}"
+    )
+    return FALLBACK[name]
+
+
+def read_file(path: str) -> bytes:
+    """The bytes of a file. Raises BadInput if it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        fail(f"cannot read {path}: {error.strerror}; expected a file")
+
+
 def described(meta):
     """What a dataset is made of, in words. Two datasets of the same words are taken for one."""
     return f"{meta.get('tokenizer')} tokens of {meta.get('source')}"
@@ -229,7 +233,7 @@ def store(folder, meta, texts):
         val_tokens = os.path.getsize(val) // dtype.itemsize
         sizes = f"{train_tokens:,} tokens to train on, {val_tokens:,} to validate"
         if min(train_tokens, val_tokens) < 2:
-            fail(f"{meta['source']} is too short: {sizes}; take more text or a val_fraction")
+            fail(f"{meta['source']} is too short: {sizes}; take more text, or a --val_fraction")
         meta |= {
             "vocab_size": tokenizer.vocab_size,
             "dtype": dtype.name,
@@ -812,4 +816,4 @@ TOKENIZERS = {"char": Char, "byte": Byte, "gpt2": GPT2}
 
 if __name__ == "__main__":
     # Imported, so that a tokenizer that is added below these lines counts, too.
-    sys.exit(run_script(importlib.import_module(Path(__file__).stem).main))
+    exit_process(importlib.import_module(Path(__file__).stem).main())
