@@ -19,6 +19,7 @@ import math
 import mmap
 import multiprocessing
 import os
+import pickle
 import platform
 import random
 import re
@@ -78,8 +79,9 @@ def fail(message):
 def end_script(kind, error, trace):
     """Print what ends a script: an error of ours as one line, any other as Python's traceback."""
     if isinstance(error, BadInput | RunFailed | KeyboardInterrupt):
-        name = os.path.basename(sys.argv[0])
-        print(f"{name}: {error or 'stopped by Ctrl-C'}", file=sys.stderr)
+        if not getattr(error, "is_told", False):  # by another rank
+            name = os.path.basename(sys.argv[0])
+            print(f"{name}: {error or 'stopped by Ctrl-C'}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     code = {BadInput: 2, Offline: 2, KeyboardInterrupt: 130}.get(kind, 1)
@@ -577,20 +579,29 @@ class Damaged(ValueError):
     """The file is no checkpoint, or was damaged after it was written."""
 
 
-def read_checkpoint(path, format):
-    """The dict in a checkpoint, its tensors on the CPU; no code in it can run. The zip's checksums are
-    compared first, because torch.load loads a flipped bit without an error. Raises Damaged; OSError
-    if the file cannot be read; BadInput if it has another format."""
+def verify(path):
+    """Compare the checksums of the zip that a checkpoint is, because torch.load loads a flipped bit
+    without an error. Raises Damaged, or OSError if the file cannot be read."""
     try:
         with zipfile.ZipFile(path) as archive:
-            if archive.testzip():
-                raise zipfile.BadZipFile
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+            is_whole = archive.testzip() is None
+    except OSError:
+        raise
     except Exception as error:  # damage surfaces as any of half a dozen types
-        for cause in (error, error.__context__):  # zipfile raises BadZipFile for a failed read
-            if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
-                raise cause from None
-        raise Damaged(f"{path} is damaged, cut off, or no checkpoint") from error
+        if isinstance(error.__context__, OSError):  # a read that has failed
+            raise error.__context__ from None
+        is_whole = False
+    if not is_whole:
+        raise Damaged(f"{path} is damaged, cut off, or no checkpoint")
+
+
+def read_checkpoint(path, format):
+    """The dict in a checkpoint, its tensors on the CPU; no code in it can run. Raises Damaged, or
+    BadInput if it has another format."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        raise Damaged(f"{path} cannot be read back: {str(error)[:200]}") from error
     if saved.get("format") != format:
         commit = saved.get("run", {}).get("git_commit", "that its run.json names")
         fail(f"{path} has another format than this code reads; check out the commit {commit}")
@@ -900,8 +911,7 @@ def from_all_ranks(value):
 
 
 def from_rank0(function, *args):
-    """What function(*args), which only rank 0 calls, returns on every rank. If it raises, rank 0
-    raises that, and the others exit."""
+    """What function(*args), which only rank 0 calls, returns or raises, on every rank."""
     result = None
     if rank() == 0:
         try:
@@ -910,7 +920,8 @@ def from_rank0(function, *args):
             result = error
     result = from_all_ranks(result)[0]
     if isinstance(result, Exception):
-        raise result if rank() == 0 else SystemExit(2 if isinstance(result, BadInput) else 1)
+        result.is_told = rank() > 0  # only rank 0 prints it
+        raise result
     return result
 
 

@@ -187,8 +187,8 @@ class Run(SimpleNamespace):
     checkpoints and run.json say of the run; folder; batches: those to come, for this rank; wandb:
     the session or None."""
 
-    check = peak = wandb = None
-    step_ms = math.inf
+    check = peak = wandb = json = None
+    changed, another, step_ms = {}, {}, math.inf
 
     def stop(self, why):
         """For a function in on_row, at the row of an evaluation: the run ends, and is finished."""
@@ -201,8 +201,7 @@ def main(argv: list[str] | None = None) -> int:
     if plumbing.is_importing_worker():  # of a script without `if __name__ == "__main__"`
         return 0
     with plumbing.Signals() as signals, build(argv, to_train=True) as run:
-        if run.is_finished:
-            print0(how_to_train_longer(run))
+        if is_finished(run):
             return 0
         run.signals = signals
         ended, code = "failed", 1
@@ -214,8 +213,6 @@ def main(argv: list[str] | None = None) -> int:
             ended = f"failed: {type(error).__name__}: {error}"[:300]
             raise
         finally:
-            run.batches = None
-            plumbing.kill_workers()
             close_folder(run, ended)
     if code and argv is None and plumbing.script_path():  # `python lab.py && next` must not go on
         raise SystemExit(code)
@@ -304,13 +301,14 @@ def log_two_more_steps(run):
     """After a signal and its save, take the next two steps for their rows alone: the process that
     resumes computes them again, and so measures whether it is exact. Two, because lost moments show
     only in the second."""
-    is_slow = 2 * run.step_ms > 3000
+    before, is_slow = dict(run.state), 2 * run.step_ms > 3000
     for taken in range(2):
         step = run.state["step"]
         has_evaluation = taken and every(eval_interval, step)  # which may change the rate
         if plumbing.max_over_ranks(is_slow or step >= max_steps or has_evaluation)[0]:
-            return
+            break
         log_steps(run, [take_step(run)], is_kept=False)
+    run.state.update(before)
 
 
 # ---- 4. the rate and the batch -------------------------------------------------------------------
@@ -320,7 +318,7 @@ def lr_at(step: int) -> float:
     """Learning rate of update `step` (the first is 0): a pure function of the step. Linear warmup,
     then `schedule` down to min_lr at decay_steps: cosine (Loshchilov & Hutter 2017), linear,
     constant, step, onecycle (Smith & Topin 2018; cosine both ways), wsd (Hu et al. 2024)."""
-    warmup = RESOLVED.get("warmup_steps", warmup_steps)
+    warmup = RESOLVED.get("warmup_steps") or warmup_steps
     end = decay_steps or max_steps
     # 1) up to the peak; onecycle starts at a 25th of it and rises along a cosine
     if step < warmup:
@@ -734,22 +732,29 @@ def checkpoint_of(run):
 
 def on_host(leaf):
     """A copy that the next step does not change."""
-    is_tensor = isinstance(leaf, Tensor)
-    return plumbing.full(leaf.detach()).to("cpu", copy=True) if is_tensor else copy.deepcopy(leaf)
+    if not isinstance(leaf, Tensor):
+        return copy.deepcopy(leaf)
+    tensor = plumbing.full(leaf.detach())
+    return tensor.to("cpu", copy=True) if rank() == 0 else None
+
+
+def load(run: Run, path) -> dict:
+    """Put the checkpoint at `path` into the run. Returns what it holds."""
+    saved = plumbing.read_checkpoint(path, FORMAT)
+    restore(run, saved)
+    return saved
 
 
 @torch.no_grad()
-def load(run: Run, path) -> dict:
-    """Put the checkpoint at `path` into the run: weights, buffers, moments, scaler, averages, random
-    and loop state. The groups of the optimizer stay as this process has built them. Returns what
-    the checkpoint holds."""
-    saved = plumbing.read_checkpoint(path, FORMAT)
+def restore(run, saved):
+    """Put back all that a checkpoint holds: weights, buffers, moments, scaler, averages, random and
+    loop state. The groups of the optimizer stay as this process has built them."""
     here = run.model.state_dict()
     weights = {name: plumbing.shard_like(here.get(name), w) for name, w in saved["model"].items()}
     run.model.load_state_dict(weights)
     for name, weight in run.model.named_parameters():
         weight.requires_grad_(name not in saved["frozen"])
-    load_optimizer(run.optimizer, saved["optimizer"]["state"])
+    restore_optimizer(run.optimizer, saved["optimizer"]["state"])
     for name, average in run.ema.items():
         average.copy_(plumbing.shard_like(average, saved["ema"].get(name, saved["model"][name])))
     run.extra.saved = saved["extra"]
@@ -763,20 +768,17 @@ def load(run: Run, path) -> dict:
         plumbing.set_rng_state(saved["rng"][rank()], run.device)
     else:
         seed_everything(plumbing.seed_of(seed, rank(), run.state["step"]))
-    return saved
 
 
-def load_optimizer(optimizer, saved):
+def restore_optimizer(optimizer, saved):
     """Put back the state of an optimizer, {number of a weight: {name: tensor or value}}."""
-    groups = optimizer.state_dict()["param_groups"]
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state = {i: {k: plumbing.shard_like(weights[i], x) for k, x in saved[i].items()} for i in saved}
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
     for i, moments in state.items():  # torch has cast them to the dtype of the weight
-        own = optimizer.state[weights[i]]
-        own.update(
-            {k: x.to(own[k].device) if torch.is_tensor(x) else x for k, x in moments.items()}
-        )
+        for name, value in moments.items():
+            own = optimizer.state[weights[i]]
+            own[name] = value.to(own[name].device) if torch.is_tensor(value) else value
 
 
 class Saver:
@@ -785,52 +787,52 @@ class Saver:
 
     def __init__(self, run):
         self.run = run
-        self.thread = threading.Thread()
+        self.thread = None
         self.error = None  # that the newest save met
         self.saved = -1, -1  # (step, evaluated) of the newest save that was begun
-        self.newest = None  # the newest file that was written
         self.lost_best = None  # the checkpoint of a best.pt that could not be written
 
     def save(self, *others):
         """Write ckpt_STEP.pt, and the same file under other names before it, so that a save which a
-        kill interrupts is taken again."""
-        self.wait()
-        parts, state = checkpoint_of(self.run), self.run.state
+        kill interrupts is taken again. The first one is waited for: what it cannot hold is known
+        before training."""
+        self.join()
+        parts, state, is_first = checkpoint_of(self.run), self.run.state, self.saved[0] < 0
         self.saved = state["step"], state["evaluated"]
         names = [*others, f"ckpt_{state['step']:08}.pt"]
-        self.thread = threading.Thread(target=self.write, args=(parts, names))
         if rank() == 0:
+            self.thread = threading.Thread(target=self.write, args=(parts, names, is_first))
             self.thread.start()
-        if self.newest is None:  # the first one is read back: what is lost is known before training
-            self.wait()
+        if is_first:
+            from_rank0(self.join)
         self.run.clock.lap("save")
 
     def save_if_new(self):
         """Save what is not saved yet, and wait for it; try for a minute, then raise RunFailed."""
-        state, signals = self.run.state, self.run.signals
+        state, stop = self.run.state, self.run.signals.stop
+        give_up = time.monotonic() + 60
         if self.saved != (state["step"], state["evaluated"]):
             self.save()
-        give_up = time.monotonic() + 60
-        while from_rank0(self.wait):
+        while from_rank0(self.join):
             if time.monotonic() > give_up:
-                failure = RunFailed(f"{self.error}; the newest checkpoint: {self.newest}")
-                failure.exit_code = 128 + signals.stop if signals.stop else 1
+                newest = [*plumbing.checkpoints(self.run.folder.path), "none"][0]
+                failure = RunFailed(f"{self.error}; the newest checkpoint: {newest}")
+                failure.exit_code = 128 + stop if stop else 1
                 raise failure
             time.sleep(5)
             self.save()
 
-    def wait(self):
-        """Wait for the newest save. Returns its error, in words, or None."""
-        if self.thread.ident:
+    def join(self):
+        """Wait for the newest save. Returns its error in words, or None."""
+        if self.thread:
             self.thread.join()
         if isinstance(self.error, plumbing.Damaged):
             raise RunFailed(f"{self.error}; keep tensors, numbers and text in what is saved")
         return self.error and str(self.error)
 
-    def write(self, parts, names):
+    def write(self, parts, names, is_first):
         """In the thread: rows first, then the files, each in one rename; then prune."""
-        run, folder = self.run, self.run.folder
-        self.error = None
+        folder, step, self.error = self.run.folder, parts["state"]["step"], None
         try:
             folder.require_own()
             with folder.changing:
@@ -841,16 +843,16 @@ class Saver:
             self.lost_best = parts if "best.pt" in names else None
             write_files(folder.path, parts, names)
             self.lost_best = None
-            if self.newest is None:
+            if is_first:
                 plumbing.read_checkpoint(folder.path / names[-1], FORMAT)
-            self.newest = folder.path / names[-1]
-            log_event(run, "saved", "", files=names, sha256=plumbing.digest_of_state(parts))
+            digest = plumbing.digest_of_state(parts)
+            log_event(self.run, "saved", "", step, files=names, sha256=digest)
             for path in plumbing.checkpoints(folder.path)[keep_last:]:
                 if path.name not in names:
                     path.unlink()
         except Exception as error:
             self.error = error
-            log_event(run, "save_failed", f"{names[-1]} could not be saved: {error}", files=names)
+            log_event(self.run, "save_failed", f"{names[-1]} is not saved: {error}", step)
 
 
 def write_files(folder, parts, names):
@@ -960,10 +962,12 @@ def log_rows(run, rows, is_kept=True):
             function(run, row)
 
 
-def log_event(run, event, text, **fields):
+def log_event(run, event, text, step=None, **fields):
+    """Log an event of the present step, or of `step`, and print its text, if it has one."""
+    step = run.state["step"] if step is None else step
     if text:
-        plumbing.print_wrapped(text if "\n" in text else f"{run.state['step']:>7} {text}")
-    row = {"kind": "event", "step": run.state["step"], "event": event, **fields, "text": text}
+        plumbing.print_wrapped(text if "\n" in text else f"{step:>6} {text}")
+    row = {"kind": "event", "step": step, "event": event, **fields, "text": text}
     run.folder.write_rows([row])
 
 
@@ -978,7 +982,7 @@ def build(argv: list[str] | None = None, to_train: bool = False):
     with ExitStack() as stack:
         config = stack.enter_context(plumbing.configured(globals(), argv=argv))
         check_knobs(config.typed)
-        run = Run(config=config, asked=dict(config), state=copy.deepcopy(FRESH_STATE))
+        run = Run(config=config, state=copy.deepcopy(FRESH_STATE), signals=plumbing.Signals())
         started = plumbing.STARTED if argv is None else time.perf_counter()
         run.clock = plumbing.Clock(run.state["seconds"], started)
         run.device = plumbing.choose_device(device)
@@ -995,26 +999,24 @@ def build(argv: list[str] | None = None, to_train: bool = False):
             config.typed.add("dataset")
             saved = find_checkpoint(run, stack, to_train)
             run.train_data, run.val_data, data = open_dataset(saved)
+        stack.callback(RESOLVED.update, {"warmup_steps": None})
         resolve(run, saved)
         build_parts(run, data["meta"]["vocab_size"])
         run.facts = facts_of(run, data)
-        run.changed, run.is_another = compare(run, saved) if saved else ({}, False)
-        if to_train and run.is_another:
-            from_rank0(refuse_another_run, run, saved)
         if saved:
-            load(run, run.path)
+            compare(run, saved, to_train)
+            restore(run, saved)
         elif init_from:
             begin_from(run)
-        if run.is_another:
-            run.state |= {name: FRESH_STATE[name] for name in (*BEST, "ended")}
-        is_evaluated = run.state["evaluated"] == run.state["step"]
-        run.is_finished = bool(saved and is_evaluated and how_it_is_over(run.state))
+        if saved and (run.another or not from_rank0((run.folder.path / "best.pt").exists)):
+            run.state |= {name: FRESH_STATE[name] for name in BEST}
+        saved = None  # its memory
         yield run
 
 
 def find_checkpoint(run, stack, to_train):
-    """Name the folder of the run, and lock it if it exists. Returns its newest whole checkpoint, or
-    None for a run that begins."""
+    """Name the folder of the run, and lock it if it exists. Returns what its newest whole checkpoint
+    holds, or None for a run that begins."""
     name = plumbing.folder_name(run.config, FREE, plumbing.script_path())
     run.folder = stack.enter_context(plumbing.Folder(name))
     run.saver = Saver(run)
@@ -1026,14 +1028,14 @@ def newest_checkpoint(folder, to_train):
     """The path of the newest whole checkpoint, or None. Damaged ones are named, and renamed."""
     if to_train and folder.path.exists():
         folder.lock()
-    holds_run = [*folder.path.glob("run.json"), *folder.path.glob("*.pt")]
+    holds_run = [*folder.path.glob("run.json"), *folder.path.glob("*.pt*")]
     if resume == "restart" or not holds_run:
         return None
     if resume == "never":
         fail(f"--resume=never, and {folder.path} holds a run; write --out_dir={folder.fresh()}")
     for path in plumbing.checkpoints(folder.path):
         try:
-            plumbing.read_checkpoint(path, FORMAT)
+            plumbing.verify(path)
             return path
         except plumbing.Damaged as error:
             print0(f"{error}: an older checkpoint is tried")
@@ -1052,37 +1054,31 @@ def open_dataset(saved: dict | None) -> tuple:
     files that a fork reads. saved: the checkpoint to resume from, or None."""
     from prepare_data import prepare
 
-    folder, meta = prepare(dataset, data_dir)
-    sizes = meta["train_tokens"] // 2, meta["val_tokens"] - 1
-    if block_size > min(sizes):
-        fail(
-            f"--block_size={block_size}: {folder} has room for {min(sizes)}, with two in train.bin"
-        )
-    paths = f"{folder}/train.bin", f"{folder}/val.bin"
-    tokens, val_tokens = (np.memmap(path, meta["dtype"], "r") for path in paths)
-    train_data = ShuffledWindows(tokens, block_size, seed)
-    val_data = OrderedWindows(val_tokens, block_size, eval_tokens)
+    folder, meta = from_rank0(prepare, dataset, data_dir)
+    room = min(meta["train_tokens"] // 2, meta["val_tokens"] - 1)
+    if block_size > room:
+        fail(f"--block_size={block_size}: expected up to {room:,}, as {folder} is that short")
+    tokens = np.memmap(f"{folder}/train.bin", meta["dtype"], "r")
+    val_tokens = np.memmap(f"{folder}/val.bin", meta["dtype"], "r")
     content = {key: value for key, value in meta.items() if key not in ("source", "start_id")}
-    return (
-        train_data,
-        val_data,
-        {"name": dataset, "fingerprint": plumbing.hash_of(content), "meta": meta},
-    )
+    facts = {"name": dataset, "fingerprint": plumbing.hash_of(content), "meta": meta}
+    train_data = ShuffledWindows(tokens, block_size, seed)
+    return train_data, OrderedWindows(val_tokens, block_size, eval_tokens), facts
 
 
 def resolve(run, saved):
-    """What "auto", 0 and a short run make of the knobs: on a resume the same as before, unless the
+    """What "auto", 0 and a short run make of four knobs: on a resume the same as before, unless the
     command asks for something else."""
-    typed, has_end = run.config.typed, schedule not in ("constant", "step")
     length = decay_steps or max_steps
+    run.asked = {name: globals()[name] for name in ("dtype", "warmup_steps", "decay_steps")}
     run.why = {"dtype": "as given", "compile": "as given"}
-    RESOLVED.update(dtype=dtype, warmup_steps=warmup_steps, decay_steps=length if has_end else 0)
-    if "warmup_steps" not in typed:
+    RESOLVED.update(run.asked, decay_steps=0 if schedule in ("constant", "step") else length)
+    if "warmup_steps" not in run.config.typed:
         RESOLVED["warmup_steps"] = min(warmup_steps, length // 10)
     if dtype == "auto":
         RESOLVED["dtype"], run.why["dtype"] = plumbing.choose_dtype(run.device)
-    for name in ("dtype", "warmup_steps"):
-        if saved and name not in typed and saved["run"]["asked"][name] == run.asked[name]:
+    for name in {"dtype", "warmup_steps"} - run.config.typed if saved else ():
+        if saved["run"]["asked"][name] == run.asked[name]:
             RESOLVED[name] = saved["config"][name]
     run.config.update(RESOLVED)
     run.dtype = getattr(torch, RESOLVED["dtype"])
@@ -1101,22 +1097,19 @@ def build_parts(run, vocab_size):
     run.optimizer = configure_optimizer(run.model, run.config, run.device.type)
     for group in run.optimizer.param_groups:
         group["initial_lr"] = group["lr"]
-    # on MPS, whose fused optimizers skip no step, there is no scaler
     scale = 65536.0 if run.dtype == torch.float16 else 1.0
-    is_mps = run.device.type == "mps"
-    run.scaler = torch.amp.GradScaler(run.device.type, init_scale=scale, enabled=not is_mps)
+    is_on = run.device.type != "mps"  # whose fused optimizers skip no step
+    run.scaler = torch.amp.GradScaler(run.device.type, init_scale=scale, enabled=is_on)
     averaged = run.model.named_parameters() if ema_decay else ()
     run.ema = {name: weight.detach().clone() for name, weight in averaged}
-    run.state["micro_batch"] = batch_size
     run.extra, run.table = Extra(), plumbing.Table(max_steps)
-    run.signals = plumbing.Signals()
-    run.wrapped, choice = run.model, compile
+    run.state["micro_batch"] = batch_size
+    run.wrapped, run.config["compile"] = run.model, compile
     if compile == "auto":
         tokens = sequences_at(0) * block_size * max_steps / world_size()
-        flops = flops_per_token(run.model) * tokens
-        choice, run.why["compile"] = plumbing.choose_compile(run.device, flops, max_steps)
-    run.config["compile"] = choice
-    if choice:  # it computes once before the state is loaded, so that errors come now
+        choice = plumbing.choose_compile(run.device, flops_per_token(run.model) * tokens, max_steps)
+        run.config["compile"], run.why["compile"] = choice
+    if run.config["compile"]:  # a pass before the state is loaded, so that errors come now
         run.wrapped = plumbing.compiled(run.model)
         batch = batch_at(run, *plumbing.my_share(0, sequences_at(0)))
         forward(run, run.wrapped, *next(micro_batches(run, *batch)))[0]["loss"].backward()
@@ -1133,26 +1126,23 @@ def seed_everything(seed):
     torch.manual_seed(seed)
 
 
-@torch.no_grad()
 def begin_from(run):
     """Copy the weights in the file `init_from`, averaged ones if it has them, into the model and its
     averages. Raises BadInput if they are of another shape or vocabulary."""
     tensors, there = plumbing.read_weights(init_from, FORMAT)
-    here = plumbing.metadata_of(run.facts)
-    for name in "n_layer n_head n_embd tokenizer chars vocab_size".split():
-        if there.get(name, here.get(name)) != here.get(name):
-            fail(
-                f"--init_from={init_from}: {name} is {there[name]} there and {here.get(name)} here"
-            )
-    weights = run.model.state_dict()
-    try:
-        run.model.load_state_dict(
-            {name: plumbing.shard_like(weights.get(name), each) for name, each in tensors.items()}
-        )
-    except RuntimeError as error:
-        fail(f"--init_from={init_from}: {error}")
+    here, weights = plumbing.metadata_of(run.facts), run.model.state_dict()
+    names = "n_layer n_head n_embd tokenizer chars vocab_size".split()
+    odd = [
+        f"{n} {there[n]} -> {here.get(n)}"
+        for n in names
+        if there.get(n, here.get(n)) != here.get(n)
+    ]
+    if odd:
+        fail(f"--init_from={init_from} has other {'; '.join(odd)}")
+    sharded = {name: plumbing.shard_like(weights.get(name), each) for name, each in tensors.items()}
+    run.model.load_state_dict(sharded)
     for name, average in run.ema.items():
-        average.copy_(run.model.get_parameter(name))
+        average.copy_(run.model.get_parameter(name).detach())
 
 
 # ---- what a run is, and its folder ---------------------------------------------------------------
@@ -1165,8 +1155,7 @@ def facts_of(run, data):
     knobs["batch"] = knobs.pop("batch_size") * knobs.pop("accum_steps")
     if patience or plateau_factor < 1:
         knobs |= {"eval_interval": eval_interval, "min_delta": min_delta}
-    paths = [*data.get("files", ()), *([init_from] if os.path.exists(init_from) else [])]
-    files = {str(path): plumbing.digest_of(path) for path in paths}
+    files = {str(path): plumbing.digest_of(path) for path in data.get("files", ())}
     run.files = plumbing.code_files(__file__)
     identity = {
         "knobs": knobs,
@@ -1177,43 +1166,49 @@ def facts_of(run, data):
     return {"config": dict(run.config), "data": data, "identity": identity, "run": about}
 
 
-def compare(run, saved):
-    """({name: [then, now]} of what has changed since the checkpoint, whether that makes another
-    run)."""
+def compare(run, saved, to_train):
+    """Note what has changed since the checkpoint, {name: [then, now]}: run.changed, and what of it
+    makes another run: run.another. Raises BadInput if to_train, unless --resume=force asks for it."""
     old, new = saved["identity"], run.facts["identity"]
     then = saved["config"] | saved["run"] | old["knobs"] | old["data"]
     now = run.config | run.facts["run"] | new["knobs"] | new["data"]
-    names = [name for name in now if name in then and name not in ("out_dir", "resume", "asked")]
-    changed = {name: [then[name], now[name]] for name in names if then[name] != now[name]}
+    same = {name for name in now if then.get(name, now[name]) == now[name]}
+    names = now.keys() - same - {"out_dir", "data_dir", "resume", "asked"}
+    run.changed = {name: [then[name], now[name]] for name in now if name in names}
     code = plumbing.changed_code(old["code"], run.files, run.folder.path / "code", {*run.config})
-    is_another = code or changed.keys() & {*old["knobs"], *new["knobs"], *new["data"]}
-    return changed | code, bool(is_another)
+    fixed = {*old["knobs"], *new["knobs"], *new["data"]}
+    run.another = {name: run.changed[name] for name in run.changed if name in fixed} | code
+    run.changed |= code
+    if run.another and to_train:
+        from_rank0(refuse_another_run, run, saved["state"]["step"])
 
 
-def refuse_another_run(run, saved):
+def refuse_another_run(run, step):
     """Raises BadInput with what differs and the ways on, unless --resume=force asks for it."""
-    name, step = plumbing.shown(run.folder.path), saved["state"]["step"]
-    identity = {**saved["identity"]["knobs"], **run.facts["identity"]["knobs"]}
-    identity |= run.facts["identity"]["data"]
-    is_free = {n for n in run.changed if n not in identity and not n.endswith(".py")}
-    words = plumbing.change_words({n: x for n, x in run.changed.items() if n not in is_free})
+    name, words = plumbing.shown(run.folder.path), plumbing.change_words(run.another)
+    hint = f"--resume=force goes on, --resume=restart starts anew, --out_dir={run.folder.fresh()}"
+    if "decay_steps" in run.another:
+        hint += f", --decay_steps={run.another['decay_steps'][0]} trains on at the last rate"
+    if ".py" in words:
+        hint += f"; {name}/code has the code so far: copy it over yours to go on with that"
     if resume != "force":
-        hint = f"--resume=restart starts anew, --resume=force goes on with it, --out_dir={run.folder.fresh()}"
-        if "decay_steps" in run.changed:
-            hint += f", --decay_steps={run.changed['decay_steps'][0]} trains on at the last rate"
-        if ".py" in words:
-            hint += f"; {name}/code has the code that it began with: copy it over these files"
-        fail(f"{name} holds another run: {words}; write {hint}")
+        fail(f"{name} holds another run: {words}; {hint}")
     if step >= max_steps:
-        fail(f"{name} is finished at step {step}, and {words}; raise --max_steps")
+        fail(f"{name} is finished at step {step}, of another run: {words}; raise --max_steps")
 
 
-def how_to_train_longer(run):
-    how, name = how_it_is_over(run.state), plumbing.shown(run.folder.path)
+def is_finished(run):
+    """Whether a run that resumes has no step and no evaluation left; then say how to go on."""
+    state, name = run.state, plumbing.shown(run.folder.path)
+    how = how_it_is_over(state)
+    if not run.path or not how or state["evaluated"] != state["step"]:
+        return False
     knob = "--max_steps" if how == "finished" else "--patience"
-    found = f"{name}: {how} at step {run.state['step']:,}; {best_words(run.state)}"
-    again = f"to train anew write --out_dir={run.folder.fresh()}"
-    return f"{found}; to train it longer raise {knob} with --out_dir={name}; {again}"
+    hint = (
+        f"to train longer raise {knob} with --out_dir={name}; anew: --out_dir={run.folder.fresh()}"
+    )
+    print0(f"{name}: {how} at step {state['step']:,}; {best_words(state)}; {hint}")
+    return True
 
 
 def best_words(state):
@@ -1223,64 +1218,56 @@ def best_words(state):
 
 def open_folder(run, flags):
     """All is checked: from here on the run writes to its folder."""
-    state = run.state
     old_rows = from_rank0(begin_record, run, flags)
     print_plan(run)
     run.clock.lap("start")
-    if not run.path:
-        return
-    run.saver.saved = state["step"], state["evaluated"]
-    run.saver.newest = run.path
-    log_event(run, "resume", "", checkpoint=run.path.name, changed=run.changed)
-    old = {plumbing.key_of(row): row for row in old_rows if row["kind"] != "event"}
-    run.check = SimpleNamespace(old=old, rows=0, steps=0, difference=None)
-    if not old:
-        close_check(run)
+    if run.path:
+        run.saver.saved = run.state["step"], run.state["evaluated"]
+        log_event(run, "resume", "", checkpoint=run.path.name, changed=run.changed)
+        old = {plumbing.key_of(row): row for row in old_rows if row["kind"] != "event"}
+        run.check = SimpleNamespace(old=old, rows=0, steps=0, difference=None)
+        if not old:
+            close_check(run)
 
 
 def begin_record(run, flags):
     """On rank 0: lock the folder, open the log, write run.json and the code. Returns the rows past
     the checkpoint that a killed process has logged."""
-    folder, state, best = run.folder, run.state, run.folder.path / "best.pt"
-    if resume == "restart" and any(folder.path.glob("run.json")):
+    folder, state = run.folder, run.state
+    if resume == "restart" and (folder.path / "run.json").exists():
         folder.set_aside()
     if not folder.lock_file:
         folder.lock()
     for leftover in folder.path.glob("*.tmp"):  # of a killed run
         leftover.unlink()
-    if run.path and (run.is_another or not best.exists()):  # the best begins anew
-        state |= {name: FRESH_STATE[name] for name in BEST}
-        if best.exists():
-            os.replace(best, best.with_name("best_before.pt"))
+    best = folder.path / "best.pt"
+    if run.another and best.exists():
+        os.replace(best, folder.path / "best_before.pt")
     git, diff = plumbing.git_state()
     plumbing.keep_code(folder.path / "code", run.files, diff)
-    earlier = plumbing.read_json(folder.path / "run.json") if run.path else {}
     run.facts["run"]["git_commit"] = git["commit"]
     first = {"start": plumbing.now(), "wandb_id": os.urandom(4).hex()}
-    run.json = (
-        first
-        | earlier
-        | run.facts
-        | {
-            "command": [plumbing.shown(plumbing.script_path() or __file__), *flags],
-            "defaults": run.config.default,
-            "git": git,
-            "parameters": sum(weight.numel() for weight in run.model.parameters()),
-            "flops_per_token": flops_per_token(run.model),
-            "state": state,
-            "end": None,  # if it is killed
-            "ended": None,
-        }
-    )
+    earlier = plumbing.read_json(folder.path / "run.json") if run.path else {}
+    run.json = first | earlier | run.facts
+    run.json |= {
+        "command": [plumbing.shown(plumbing.script_path() or __file__), *flags],
+        "defaults": run.config.default,
+        "asked": run.config | run.asked,
+        "git": git,
+        "parameters": sum(weight.numel() for weight in run.model.parameters()),
+        "flops_per_token": flops_per_token(run.model),
+        "state": state,
+        "end": None,  # if it is killed
+        "ended": None,
+    }
     plumbing.write_json(folder.path / "run.json", run.json)
     if wandb_log:
         name = wandb_run_name or folder.path.name
         run.wandb = plumbing.start_wandb(wandb_project, name, run.json["wandb_id"], run.config)
-    return run.folder.open_log(state["step"] if run.path else -1, state["evaluated"])
+    return folder.open_log(state["step"] if run.path else -1, state["evaluated"])
 
 
 PLAN = """\
-run      {run}
 model    {model}; {parameters:,} parameters
 data     {dataset}: {train_rows:,} sequences, {val_rows:,} to validate
 batch    {batch_size} x {accum_steps} = {batch:,} sequences of {block_size:,}, on {ranks} rank(s)
@@ -1291,25 +1278,38 @@ compile  {compile} ({why[compile]})"""
 
 
 def print_plan(run):
-    sets = run.val_data.values() if isinstance(run.val_data, dict) else [run.val_data]
-    values = (
-        run.config
-        | run.facts["identity"]["knobs"]
-        | run.facts["run"]
-        | {
-            "run": f"resumes from {run.path}" if run.path else f"new, in {run.folder.path}",
-            "model": getattr(run.model, "describe", lambda: type(run.model).__name__)(),
-            "parameters": sum(weight.numel() for weight in run.model.parameters()),
-            "train_rows": len(run.train_data),
-            "val_rows": sum(map(len, sets)),
-            "last": lr_at(max(0, max_steps - 1)),
-            "deterministic": torch.are_deterministic_algorithms_enabled(),
-            "why": run.why,
-        }
+    print0(
+        f"run      resumes from {run.path}" if run.path else f"run      new, in {run.folder.path}"
     )
-    plumbing.print_wrapped(PLAN.format(**values))
     if run.changed:
         plumbing.print_wrapped(f"changed  {plumbing.change_words(run.changed)}")
+    sets = run.val_data.values() if isinstance(run.val_data, dict) else [run.val_data]
+    values = run.config | run.facts["identity"]["knobs"] | run.facts["run"]
+    values |= {
+        "model": getattr(run.model, "describe", lambda: type(run.model).__name__)(),
+        "parameters": sum(weight.numel() for weight in run.model.parameters()),
+        "train_rows": len(run.train_data),
+        "val_rows": sum(map(len, sets)),
+        "last": lr_at(max(0, max_steps - 1)),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "why": run.why,
+    }
+    plumbing.print_wrapped(PLAN.format(**values))
+    if not run.path and "out_dir" not in run.config.typed:
+        from_rank0(say_what_is_beside, run)
+
+
+def say_what_is_beside(run):
+    """Name the same run of another length, if it lies beside the folder of one that begins."""
+    lengths = ("decay_steps", "warmup_steps")
+    here = {name: x for name, x in run.facts["identity"]["knobs"].items() if name not in lengths}
+    for path in run.folder.path.parent.glob("*/run.json"):
+        facts = plumbing.read_json(path)
+        knobs = facts.get("identity", {}).get("knobs", {})
+        there = {name: x for name, x in knobs.items() if name not in lengths}
+        if there == here and facts["config"]["max_steps"] != max_steps:
+            name, step = plumbing.shown(path.parent), facts["state"]["step"]
+            print0(f"{name} has this run at step {step:,}; to go on there add --out_dir={name}")
 
 
 def check_row(run, row):
@@ -1326,7 +1326,7 @@ def check_row(run, row):
 
 def close_check(run):
     """Log how exact the resume was."""
-    check, run.check, step = run.check, None, plumbing.step_of(run.path)
+    check, run.check, begin = run.check, None, plumbing.step_of(run.path)
     words = "nothing to compare with"
     if check.rows:
         words = f"{check.steps:,} steps computed again, every loss and norm the same"
@@ -1336,38 +1336,40 @@ def close_check(run):
         )
         words = words.format(**check.difference)
         words += plumbing.change_words(run.changed) or "nothing known"
-    found = {"from": step, "compared": check.rows, "steps": check.steps}
-    text = f"resumed at step {step:,}: {words}"
+    found = {"from": begin, "compared": check.rows, "steps": check.steps}
+    text = f"resumed at step {begin:,}: {words}"
     log_event(run, "resume_checked", text, **found, first_difference=check.difference)
 
 
 def close_folder(run, ended):
     """Record how the run ended, draw its report, and print what to type next."""
-    name, seconds = plumbing.shown(run.folder.path), run.state["seconds"]
-    if rank() > 0 or not hasattr(run, "json"):
+    run.batches = None
+    plumbing.kill_workers()
+    if rank() > 0 or not run.json:
         return
-    if run.saver.thread.ident:
-        run.saver.thread.join()
+    run.saver.join()
     run.clock.lap("save")
     if run.check:
         close_check(run)
     log_event(run, "end", "", ended=ended)
     run.json |= {"end": plumbing.now(), "ended": ended, "state": run.state}
     plumbing.write_json(run.folder.path / "run.json", run.json)
+    failed, name = ended.startswith("failed"), plumbing.shown(run.folder.path)
     if run.wandb:
-        run.wandb.finish(int(ended.startswith("failed")))
-    if report and not ended.startswith("failed"):
+        run.wandb.finish(int(failed))
+    if report and not failed:
         try:
             import report as drawing
 
             drawing.main([name])
         except ModuleNotFoundError as error:
             print0(f"no report.png: {error}")
+    seconds = run.state["seconds"]
     spent = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
     print0(f"{ended} at step {run.state['step']:,}; {best_words(run.state)}")
     print0(f"{sum(seconds.values()):.1f} s: {spent}")
-    hint = "type the same command again to resume" if ended.startswith("stopped by") else ""
-    print0(hint or plumbing.to_paste("sample.py", name))
+    again = "type the same command again to resume"
+    print0(again if ended.startswith("stopped by") else plumbing.to_paste("sample.py", name))
 
 
 if __name__ == "__main__":
