@@ -79,7 +79,8 @@ def fail(message):
 def end_script(kind, error, trace):
     """Print what ends a script: an error of ours as one line, any other as Python's traceback."""
     if isinstance(error, BadInput | RunFailed | KeyboardInterrupt):
-        if not getattr(error, "is_told", False):  # by another rank
+        is_told = isinstance(error, BadInput) and os.environ.get("RANK", "0") != "0"
+        if not getattr(error, "is_told", is_told):  # by another rank
             name = os.path.basename(sys.argv[0])
             print(f"{name}: {error or 'stopped by Ctrl-C'}", file=sys.stderr)
     else:
@@ -1097,7 +1098,8 @@ def describe(device):
         "device": torch.cuda.get_device_name(device) if is_cuda else cpu_info()[0],
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "ranks": world_size(),
+        "world_size": world_size(),
+        "script": (script_path() or REPO / "train.py").name,
     }
 
 
@@ -1160,7 +1162,7 @@ FIELDS = {  # of the rows of metrics.jsonl: heading, format; "" = it is not show
     "val_tokens": ("tokens", ","),
 }
 FIELDS |= dict.fromkeys(
-    "kind step skipped tokens sequences epoch gpu_util best_val_loss".split(), ""
+    "kind step skipped tokens sequences epoch gpu_util finite best_val_loss".split(), ""
 )
 
 

@@ -158,16 +158,16 @@ def knob(name: str, default: str | int | float | bool, comment: str) -> None:
 def check_knobs(typed):
     """Raises BadInput for values out of range and for contradictions. typed: names of flags."""
     at_least_1 = "block_size n_layer n_head n_embd batch_size accum_steps prefetch_factor step_size"
-    at_least_1 = f"{at_least_1} plateau_patience keep_last".split()
-    below_1 = "dropout label_smoothing ema_decay momentum beta1 beta2".split()
+    at_least_1 += " plateau_patience keep_last"
+    below_1 = "dropout label_smoothing ema_decay momentum beta1 beta2"
     for name, value in plumbing.knobs_in(globals()).items():
-        low = 1 if name in at_least_1 else 0
-        if type(value) in (int, float) and value < low and name not in ADDED_KNOBS:
-            fail(f"--{name}={value}: expected {low} or more")
-        if name in below_1 and value >= 1:
-            fail(f"--{name}={value}: expected less than 1")
-    if min_lr > peak_lr or peak_lr == 0:
-        fail(f"--peak_lr={peak_lr}: expected more than 0, and no less than --min_lr={min_lr}")
+        low = int(name in at_least_1.split())
+        high = 1 if name in below_1.split() else math.inf
+        is_number = type(value) in (int, float) and name not in ADDED_KNOBS
+        if is_number and not low <= value < high:
+            fail(f"--{name}={value}: expected {low} or more, and less than {high}")
+    if min_lr > peak_lr:
+        fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
     if "warmup_steps" in typed and warmup_steps > max_steps:
         fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
 
@@ -188,7 +188,7 @@ class Run(SimpleNamespace):
     the session or None."""
 
     check = peak = wandb = json = None
-    changed, another, step_ms = {}, {}, math.inf
+    changed, another, step_ms, positions = {}, {}, math.inf, 0
 
     def stop(self, why):
         """For a function in on_row, at the row of an evaluation: the run ends, and is finished."""
@@ -280,21 +280,25 @@ def take_step(run):
     """Take the next step. Returns (first fields of its row, numbers still on the device)."""
     state, began = run.state, time.perf_counter()
     try:
-        batch = next(run.batches)
+        inputs, targets = plumbing.to_device(next(run.batches), run.device)
     except Exception:  # a row that cannot be read: the steps so far are saved
         if world_size() == 1:
             run.saver.save_if_new()
         raise
-    inputs, targets = plumbing.to_device(batch, run.device)
-    row = {"data_ms": 1000 * (time.perf_counter() - began)}
-    row["lr"] = float(lr_at(state["step"]) * state["lr_factor"])
-    numbers = halving_on_oom(run, train_step, run, inputs, targets, row["lr"])
+    data_ms = 1000 * (time.perf_counter() - began)
+    lr = float(lr_at(state["step"]) * state["lr_factor"])
+    numbers = halving_on_oom(run, train_step, run, inputs, targets, lr)
+    plumbing.scalars(numbers, "train_step()", "loss", "grad_norm", "skipped", "targets")
     count = sequences_at(state["step"])
+    run.positions += count * targets[0].numel()
     state["step"] += 1
     state["sequences"] += count
-    epoch = state["sequences"] / len(run.train_data)
-    row |= {"step": state["step"], "sequences": state["sequences"], "epoch": epoch}
-    return row | {"positions": count * targets[0].numel()}, numbers
+    row = {name: state[name] for name in ("step", "sequences")}
+    return row | {
+        "epoch": state["sequences"] / len(run.train_data),
+        "lr": lr,
+        "data_ms": data_ms,
+    }, numbers
 
 
 def log_two_more_steps(run):
@@ -386,8 +390,7 @@ class ShuffledWindows(torch.utils.data.Dataset):
     block_size)."""
 
     draws_nothing = True  # so the random state need not be put back after a batch
-    epoch = None
-    starts = ()  # first token of each window in that epoch
+    epoch, starts = None, ()  # an epoch, and the first token of each of its windows
 
     def __init__(self, tokens, block_size, seed):
         self.tokens = tokens
@@ -430,12 +433,11 @@ class OrderedWindows(torch.utils.data.Dataset):
         return math.ceil(self.n_targets / self.block_size)
 
     def __getitem__(self, place):
-        first, count = place
-        first_new = np.arange(first, first + count) * self.block_size
-        starts = np.minimum(first_new, len(self.tokens) - 1 - self.block_size)
-        inputs, targets = windows_at(self.tokens, starts, self.block_size)
-        is_repeated = np.arange(self.block_size) < (first_new - starts)[:, None]
-        targets[is_repeated] = -100 if targets.dtype == np.int64 else np.nan
+        size, last = self.block_size, len(self.tokens) - 1 - self.block_size
+        begins = size * np.arange(place[0], sum(place))
+        inputs, targets = windows_at(self.tokens, np.minimum(begins, last), size)
+        overlap = np.maximum(begins - last, 0)[:, None]
+        targets[np.arange(size) < overlap] = -100 if targets.dtype == np.int64 else np.nan
         return inputs, targets
 
 
@@ -499,10 +501,14 @@ def forward(run, model, x, y):
     how many count), by one forward pass under autocast."""
     n = targets_in(y)
     y = torch.where(n > 0, y, y.new_zeros(()))  # a loss of no targets would not be finite
-    with torch.autocast(run.device.type, run.dtype, enabled=run.dtype != torch.float32):
+    with autocast(run):
         result = model(x, y)
     loss, others = result if isinstance(result, tuple) else (result, {})
     return plumbing.scalars({"loss": loss, **others}, "model(inputs, targets)"), n
+
+
+def autocast(run):
+    return torch.autocast(run.device.type, run.dtype, enabled=run.dtype != torch.float32)
 
 
 def count_targets(targets: Tensor) -> Tensor | float:
@@ -530,18 +536,15 @@ def average_weights(run, skipped):
 def halving_on_oom(run, function, *arguments):
     """function(*arguments), a step or an evaluation. If memory runs out, it is called again with a
     micro-batch of half the size and the same random state. Raises RunFailed if that cannot help."""
-    before = plumbing.rng_state(run.device)
+    before, size = plumbing.rng_state(run.device), run.state["micro_batch"]
     try:
         return function(*arguments)
     except (RuntimeError, MemoryError) as error:
-        size = run.state["micro_batch"]
         if not plumbing.is_out_of_memory(error):
             raise
-        if world_size() > 1:  # the other ranks wait in the middle of the step
+        if world_size() > 1 or size == 1:  # other ranks wait in the middle of the step
             flags = f"--batch_size={max(1, size // 2)} --accum_steps={2 * accum_steps}"
-            raise RunFailed(f"out of memory; the same batch in smaller parts: {flags}") from error
-        if size == 1:
-            raise RunFailed("out of memory with 1 sequence; try --grad_checkpoint=true") from error
+            raise RunFailed(f"out of memory; try {flags}, or --grad_checkpoint=true") from error
     run.optimizer.zero_grad(set_to_none=True)
     plumbing.set_rng_state(before, run.device)
     run.state["micro_batch"] = size // 2
@@ -653,15 +656,14 @@ def val_batches(run: Run, name: str | None = None):
     """Yields (inputs, targets): this rank's share of the validation data, or of the set `name`; as
     many passes on each rank. What a model draws follows from the seed and the batch. Raises Stopped
     after a batch if a signal has come, on any rank."""
-    data = run.val_data if name is None else run.val_data[name]
-    size = min(run.state["micro_batch"], -(-sequences_at(0) // world_size())) * world_size()
-    firsts = [*range(0, len(data), size)]
-    if len(firsts) > 1 and len(data) - firsts[-1] < world_size():  # else a rank would have none
-        firsts.pop()
-    for first, end in zip(firsts, [*firsts[1:], len(data)], strict=True):
-        begin, count = plumbing.my_share(first, end - first)
-        batch = batch_at(run, begin, count, data)
-        seed_everything(plumbing.seed_of(seed, "evaluation", begin))
+    data, ranks = run.val_data if name is None else run.val_data[name], world_size()
+    size = ranks * min(run.state["micro_batch"], -(-sequences_at(0) // ranks))
+    passes = max(1, len(data) // size + (len(data) % size >= ranks))  # with rows for each rank
+    for first in range(0, passes * size, size):
+        count = size if first + size < passes * size else len(data) - first
+        place = plumbing.my_share(first, count)
+        batch = batch_at(run, *place, data)
+        seed_everything(plumbing.seed_of(seed, "evaluation", place[0]))
         yield batch
         if plumbing.max_over_ranks(run.signals.stop)[0]:
             raise Stopped
@@ -699,7 +701,7 @@ def print_sample(run):
 
         prompt = torch.full((1, 1), start_and_end(meta)[0], device=run.device)
         how = {"temperature": 0.8, "generator": torch.Generator(run.device).manual_seed(1337)}
-        with evaluating(run), torch.autocast(run.device.type, run.dtype):
+        with evaluating(run), autocast(run):
             ids = [*generate(run.model, prompt, 200, block_size, meta["vocab_size"], **how)]
         sample = tokenizer_of(meta).decode(torch.cat(ids, dim=1)[0].tolist())
         log_event(run, "sample", f"\n{sample.strip()}\n")
@@ -892,9 +894,7 @@ def log_steps(run, steps, is_kept=True):
     numbers = [plumbing.float64(n).reshape(()) for _, named in steps for n in named.values()]
     values = iter(torch.stack(numbers).tolist())
     seconds = run.clock.lap("train")
-    rows = [fields | {name: next(values) for name in named} for fields, named in steps]
-    speed = sum(row.pop("positions") for row in rows) / seconds
-    run.step_ms = 1000 * seconds / len(rows)
+    run.step_ms, speed, run.positions = 1000 * seconds / len(steps), run.positions / seconds, 0
     common = {
         "step_ms": run.step_ms,
         "tokens_per_sec": speed,
@@ -902,11 +902,15 @@ def log_steps(run, steps, is_kept=True):
         "mem_gb": plumbing.memory_gb(run.device),
         "gpu_util": plumbing.gpu_util(run.device),
     }
-    for row in rows:
+    rows = []
+    for fields, named in steps:
+        row = {"kind": "train", **fields, **{name: next(values) for name in named}, **common}
+        if len(row) < 1 + len(fields) + len(named) + len(common):
+            raise RunFailed(f"train_step() returned a name that a row already has: {[*named]}")
         n_targets = row.pop("targets")
         run.state["tokens"] += int(n_targets)
-        row |= {"kind": "train", "tokens": run.state["tokens"], "skipped": int(row["skipped"])}
-        row |= common
+        row |= {"tokens": run.state["tokens"], "skipped": int(row["skipped"])}
+        rows.append(row)
         if is_kept:
             watch_skips(run, row, n_targets)
     log_rows(run, rows, is_kept)
@@ -989,16 +993,16 @@ def build(argv: list[str] | None = None, to_train: bool = False):
         is_exact = run.device.type != "mps" if deterministic == "auto" else deterministic
         plumbing.prepare_torch(is_exact, run.device)
         stack.enter_context(plumbing.joined(run.device))
-        saved = find_checkpoint(run, stack, to_train)
-        try:
-            run.train_data, run.val_data, data = open_dataset(saved)
-        except plumbing.Offline as error:  # on CPython's manual, then, in a folder that says so
-            from prepare_data import instead_of
-
-            globals()["dataset"] = config["dataset"] = instead_of(dataset, error)
-            config.typed.add("dataset")
+        while True:
             saved = find_checkpoint(run, stack, to_train)
-            run.train_data, run.val_data, data = open_dataset(saved)
+            try:
+                run.train_data, run.val_data, data = open_dataset(saved)
+                break
+            except plumbing.Offline as error:  # on CPython's manual, in a folder that says so
+                from prepare_data import instead_of
+
+                globals()["dataset"] = config["dataset"] = instead_of(dataset, error)
+                config.typed.add("dataset")
         stack.callback(RESOLVED.update, {"warmup_steps": None})
         resolve(run, saved)
         build_parts(run, data["meta"]["vocab_size"])
@@ -1172,12 +1176,12 @@ def compare(run, saved, to_train):
     old, new = saved["identity"], run.facts["identity"]
     then = saved["config"] | saved["run"] | old["knobs"] | old["data"]
     now = run.config | run.facts["run"] | new["knobs"] | new["data"]
-    same = {name for name in now if then.get(name, now[name]) == now[name]}
-    names = now.keys() - same - {"out_dir", "data_dir", "resume", "asked"}
-    run.changed = {name: [then[name], now[name]] for name in now if name in names}
+    places = ("out_dir", "data_dir", "resume", "asked")
+    names = [name for name in now if then.get(name, now[name]) != now[name] and name not in places]
+    run.changed = {name: [then[name], now[name]] for name in names}
+    fixed = {**old["knobs"], **new["knobs"], **new["data"]}
     code = plumbing.changed_code(old["code"], run.files, run.folder.path / "code", {*run.config})
-    fixed = {*old["knobs"], *new["knobs"], *new["data"]}
-    run.another = {name: run.changed[name] for name in run.changed if name in fixed} | code
+    run.another = {name: run.changed[name] for name in names if name in fixed} | code
     run.changed |= code
     if run.another and to_train:
         from_rank0(refuse_another_run, run, saved["state"]["step"])
@@ -1219,15 +1223,18 @@ def best_words(state):
 def open_folder(run, flags):
     """All is checked: from here on the run writes to its folder."""
     old_rows = from_rank0(begin_record, run, flags)
-    print_plan(run)
-    run.clock.lap("start")
     if run.path:
         run.saver.saved = run.state["step"], run.state["evaluated"]
-        log_event(run, "resume", "", checkpoint=run.path.name, changed=run.changed)
+        words = (
+            f"resumes from {run.path}; changed: {plumbing.change_words(run.changed) or 'nothing'}"
+        )
+        log_event(run, "resume", words, checkpoint=run.path.name, changed=run.changed)
         old = {plumbing.key_of(row): row for row in old_rows if row["kind"] != "event"}
         run.check = SimpleNamespace(old=old, rows=0, steps=0, difference=None)
         if not old:
             close_check(run)
+    print_plan(run)
+    run.clock.lap("start")
 
 
 def begin_record(run, flags):
@@ -1268,9 +1275,10 @@ def begin_record(run, flags):
 
 
 PLAN = """\
+run      {folder}
 model    {model}; {parameters:,} parameters
 data     {dataset}: {train_rows:,} sequences, {val_rows:,} to validate
-batch    {batch_size} x {accum_steps} = {batch:,} sequences of {block_size:,}, on {ranks} rank(s)
+batch    {batch_size} x {accum_steps} = {batch:,} sequences of {block_size:,}, on {world_size} rank(s)
 steps    {max_steps:,}, {warmup_steps:,} of warmup; {optimizer}, {schedule} {peak_lr:g} to {last:g}
 device   {device}, {threads} threads, deterministic {deterministic}
 dtype    {dtype} ({why[dtype]})
@@ -1286,6 +1294,7 @@ def print_plan(run):
     sets = run.val_data.values() if isinstance(run.val_data, dict) else [run.val_data]
     values = run.config | run.facts["identity"]["knobs"] | run.facts["run"]
     values |= {
+        "folder": run.folder.path,
         "model": getattr(run.model, "describe", lambda: type(run.model).__name__)(),
         "parameters": sum(weight.numel() for weight in run.model.parameters()),
         "train_rows": len(run.train_data),
@@ -1351,7 +1360,7 @@ def close_folder(run, ended):
     run.clock.lap("save")
     if run.check:
         close_check(run)
-    log_event(run, "end", "", ended=ended)
+    log_event(run, "end", f"{ended}; {best_words(run.state)}", ended=ended)
     run.json |= {"end": plumbing.now(), "ended": ended, "state": run.state}
     plumbing.write_json(run.folder.path / "run.json", run.json)
     failed, name = ended.startswith("failed"), plumbing.shown(run.folder.path)
@@ -1366,7 +1375,6 @@ def close_folder(run, ended):
             print0(f"no report.png: {error}")
     seconds = run.state["seconds"]
     spent = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
-    print0(f"{ended} at step {run.state['step']:,}; {best_words(run.state)}")
     print0(f"{sum(seconds.values()):.1f} s: {spent}")
     again = "type the same command again to resume"
     print0(again if ended.startswith("stopped by") else plumbing.to_paste("sample.py", name))

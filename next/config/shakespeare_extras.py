@@ -24,4 +24,3 @@ min_lr = peak_lr / 100
 weight_decay = 1.2  # twelve times GPT-2's, or the n-gram table memorizes so short a text
 
 log_interval = 50
-audit_interval = 250  # four steps are computed twice and compared, for under 1% of the time
