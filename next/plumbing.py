@@ -38,24 +38,25 @@ from functools import partial
 from pathlib import Path
 
 STARTED = time.perf_counter()
+REPO = Path(__file__).resolve().parent
+
+
+def at_death_of_parent(number):
+    """From here on this process gets that signal when its parent ends, however it does (on Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
 os.environ.setdefault("NCCL_ALGO", "Ring")  # NVLS adds in any order (nccl#1497)
-if "WORLD_SIZE" in os.environ:  # else C++ warns of DistributedDataParallel's find_unused_parameters
+if "WORLD_SIZE" in os.environ:
+    at_death_of_parent(
+        signal.SIGTERM
+    )  # ranks have sessions of their own, and would survive torchrun
+    # else C++ warns of DistributedDataParallel's find_unused_parameters
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 if os.getpid() == 1:  # in a container: the system gives process 1 no signal that it does not handle
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map  # noqa: E402
-
-try:
-    import fcntl
-except ModuleNotFoundError:
-    sys.exit("this needs Linux or macOS; on Windows, use WSL2")
-
-REPO = Path(__file__).resolve().parent
 
 # ---- errors, and how a script ends ---------------------------------------------------------------
 
@@ -82,7 +83,7 @@ def end_script(kind, error, trace):
         is_told = isinstance(error, BadInput) and os.environ.get("RANK", "0") != "0"
         if not getattr(error, "is_told", is_told):  # by another rank
             name = os.path.basename(sys.argv[0])
-            print(f"{name}: {error or 'stopped by Ctrl-C'}", file=sys.stderr)
+            print(f"{name}: {str(error) or 'stopped by Ctrl-C'}", file=sys.stderr)
     else:
         traceback.print_exception(error)
     code = {BadInput: 2, Offline: 2, KeyboardInterrupt: 130}.get(kind, 1)
@@ -100,6 +101,18 @@ def exit_process(code):
         os._exit(code)
     sys.exit(code)
 
+
+# ---- the slow imports: from here on an error, or Ctrl-C, is one line -----------------------------
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map  # noqa: E402
+
+try:
+    import fcntl
+except ModuleNotFoundError:
+    sys.exit("this needs Linux or macOS; on Windows, use WSL2")
 
 # ---- the command line ----------------------------------------------------------------------------
 
@@ -395,6 +408,8 @@ class Folder:
             if self.log.write(lines) < len(lines):
                 self.log.truncate(end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if self.kept is not None:
+                self.kept += self.waiting
         self.waiting = []
 
 
@@ -488,7 +503,12 @@ def code_files(train_file):
         is_beside = own and path.is_relative_to(home) and name.partition(".")[0] not in TOOLS
         if name in ("model", "optim", "dataset"):
             files[path.name] = path
-        elif is_beside and path.suffix == ".py" and not INSTALLED.search(str(path)):
+        elif (
+            is_beside
+            and path.suffix == ".py"
+            and path.is_file()
+            and not INSTALLED.search(str(path))
+        ):
             files[str(path.relative_to(home))] = path
     return files
 
@@ -777,7 +797,7 @@ def load_batches(reader, places, workers, prefetch, knobs):
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
         collate_fn=tuple,  # arrays go through a pipe; tensors would hang on a full /dev/shm
-        worker_init_fn=partial(begin_worker, knobs),
+        worker_init_fn=partial(begin_worker, knobs, os.getpid()),
         generator=torch.Generator(),  # or it would draw a seed from the global generator
     )
     try:
@@ -792,7 +812,7 @@ def load_batches(reader, places, workers, prefetch, knobs):
         raise RunFailed(f"a data worker was killed, or cannot start ({words}); {hint}") from error
 
 
-def begin_worker(knobs, worker):
+def begin_worker(knobs, parent, worker):
     """In a worker: set the knobs, ignore what a scheduler sends to all processes, since the run
     decides when its workers end, and end with the run."""
     for module, values in knobs.items():
@@ -800,12 +820,8 @@ def begin_worker(knobs, worker):
     for number in (*STOPPING, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     at_death_of_parent(signal.SIGKILL)
-
-
-def at_death_of_parent(number):
-    """From here on this process gets that signal when its parent ends, however it does (on Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it has died before
+        os._exit(1)
 
 
 def kill_workers():
@@ -848,9 +864,6 @@ def joined(device):
     if "WORLD_SIZE" not in os.environ or dist.is_initialized():
         yield
         return
-    at_death_of_parent(
-        signal.SIGTERM
-    )  # ranks have sessions of their own, and would survive torchrun
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         total(torch.ones(1, device=device)).item()  # NCCL connects now: its errors are of the start

@@ -306,9 +306,10 @@ def log_two_more_steps(run):
     resumes computes them again, and so measures whether it is exact. Two, because lost moments show
     only in the second."""
     before, is_slow = dict(run.state), 2 * run.step_ms > 3000
-    for taken in range(2):
+    for _ in range(2):
         step = run.state["step"]
-        has_evaluation = taken and every(eval_interval, step)  # which may change the rate
+        has_evaluation = every(eval_interval, step) and run.state["evaluated"] != step
+        # an evaluation may change the rate of the step that follows
         if plumbing.max_over_ranks(is_slow or step >= max_steps or has_evaluation)[0]:
             break
         log_steps(run, [take_step(run)], is_kept=False)
@@ -1032,7 +1033,7 @@ def newest_checkpoint(folder, to_train):
     """The path of the newest whole checkpoint, or None. Damaged ones are named, and renamed."""
     if to_train and folder.path.exists():
         folder.lock()
-    holds_run = [*folder.path.glob("run.json"), *folder.path.glob("*.pt*")]
+    holds_run = (folder.path / "run.json").exists() or any(folder.path.glob("*.pt"))
     if resume == "restart" or not holds_run:
         return None
     if resume == "never":
@@ -1047,7 +1048,7 @@ def newest_checkpoint(folder, to_train):
                 os.replace(path, f"{path}.damaged")
         except OSError as error:
             fail(f"{path} cannot be read ({error.strerror}); it may be whole, and stays as it is")
-    if any(folder.path.glob("*.pt*")):
+    if any(path.suffix != ".tmp" for path in folder.path.glob("*.pt*")):
         fail(f"{folder.path} has no whole ckpt_STEP.pt; --resume=restart starts anew")
     return None
 
@@ -1216,6 +1217,8 @@ def is_finished(run):
 
 
 def best_words(state):
+    if not state["best_step"] and state["best_val_loss"] == math.inf:
+        return "no evaluation yet"
     by = "best" if best_metric == "val_loss" else f"best by {best_metric}:"
     return f"{by} validation loss {state['best_val_loss']:.4f} at step {state['best_step']:,}"
 
@@ -1286,11 +1289,6 @@ compile  {compile} ({why[compile]})"""
 
 
 def print_plan(run):
-    print0(
-        f"run      resumes from {run.path}" if run.path else f"run      new, in {run.folder.path}"
-    )
-    if run.changed:
-        plumbing.print_wrapped(f"changed  {plumbing.change_words(run.changed)}")
     sets = run.val_data.values() if isinstance(run.val_data, dict) else [run.val_data]
     values = run.config | run.facts["identity"]["knobs"] | run.facts["run"]
     values |= {
