@@ -376,6 +376,13 @@ class Folder:
         self.log = open(path, "ab", buffering=0)
         return old
 
+    def sync(self):
+        """Raises OSError if the folder is not ours, or if rows still wait for room on the disk."""
+        self.require_own()
+        with self.changing:
+            self.flush()
+            os.fsync(self.log.fileno())
+
     def write_rows(self, rows):
         """Append rows. If that fails, it is said once, and training goes on."""
         with self.changing:
@@ -996,8 +1003,9 @@ PEAKS = {
 }
 
 
-def choose_device(name):
-    """The torch.device of this rank for --device=name. Raises BadInput if it is not available."""
+def choose_device(name, deterministic):
+    """The torch.device of this rank for --device=name, and torch prepared for it. Raises BadInput if
+    it is not available."""
     if name == "auto":
         found = torch.accelerator.current_accelerator(check_available=True)
     try:
@@ -1009,25 +1017,29 @@ def choose_device(name):
     except (RuntimeError, AssertionError) as error:
         why = str(error).partition("\n")[0][:120]
         fail(f"--device={name}: {why}; expected auto, cpu, cuda, cuda:1 or mps")
+    prepare_torch(device.type != "mps" if deterministic == "auto" else deterministic, device)
     return device
 
 
-def choose_dtype(device):
-    """(dtype's name, why) for --dtype=auto: 16 bits if the hardware computes in them."""
+def choose_dtype(name, device, so_far):
+    """(dtype's name, why) for --dtype=name. auto: as in the run so far, else 16 bits if the hardware
+    computes in them."""
+    if name != "auto" or so_far:
+        return (name, "as given") if name != "auto" else (so_far, "as in the run so far")
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return "bfloat16" if major >= 8 else "float16", f"compute capability {major}.{minor}"
-    native = cpu_info()[1] & {"amx_bf16", "avx512_bf16"}
-    if device.type == "mps" or native:
-        return "bfloat16", f"native: {min(native, default='macOS 14')}"
-    return "float32", "nothing smaller is native here"
+    has_bfloat16 = device.type == "mps" or cpu_info()[1] & {"amx_bf16", "avx512_bf16"}
+    return ("bfloat16", "native here") if has_bfloat16 else ("float32", "nothing smaller is native")
 
 
-def choose_compile(device, flops, steps):
-    """(whether to compile, why) for --compile=auto. flops (may be NaN), steps: of the run."""
+def choose_compile(setting, device, flops, steps):
+    """(whether to compile, why) for --compile=setting. flops (may be NaN), steps: of the run."""
+    if setting != "auto":
+        return setting, "as given"
     if device.type == "cuda":  # it takes most of a minute
         return steps >= 1000, "worth it from 1,000 steps"
-    is_worth_it = device.type == "cpu" and flops >= 5e13 and bool(shutil.which("g++"))
+    is_worth_it = device.type == "cpu" and flops >= 5e13 and shutil.which("g++") is not None
     return is_worth_it, f"{flops:.1e} FLOPs; on a CPU with g++ worth it from 5e+13"
 
 

@@ -242,16 +242,18 @@ def train(run):
         # ---- save, evaluate
         if is_save:
             run.signals.save = False
-            saver.save(*milestone)
+            saver.save(run, *milestone)
         if is_evaluation:
             with suppress(Stopped):  # the process that resumes begins with the evaluation
                 if record_evaluation(run):
-                    saver.save("best.pt")
+                    saver.save(run, "best.pt")
             continue
 
         # ---- end
         if ending:
-            saver.save_if_new()
+            if saver.saved != (step, state["evaluated"]):
+                saver.save(run, is_required=True)
+            saver.join()
             if stop:
                 log_two_more_steps(run)
                 return ending, 128 + stop
@@ -283,7 +285,7 @@ def take_step(run):
         inputs, targets = plumbing.to_device(next(run.batches), run.device)
     except Exception:  # a row that cannot be read: the steps so far are saved
         if world_size() == 1:
-            run.saver.save_if_new()
+            run.saver.save(run, is_required=True)
         raise
     data_ms = 1000 * (time.perf_counter() - began)
     lr = float(lr_at(state["step"]) * state["lr_factor"])
@@ -788,42 +790,32 @@ class Saver:
     """Writes checkpoints in a thread, from a copy in memory: the loop waits for the copy and for the
     save before. An error is logged, and training goes on."""
 
-    def __init__(self, run):
-        self.run = run
-        self.thread = None
-        self.error = None  # that the newest save met
-        self.saved = -1, -1  # (step, evaluated) of the newest save that was begun
-        self.lost_best = None  # the checkpoint of a best.pt that could not be written
+    thread = error = lost_best = None  # lost_best: the checkpoint of a best.pt that is not written
+    saved = -1, -1  # (step, evaluated) of the newest save that was begun
 
-    def save(self, *others):
+    def save(self, run, *others, is_required=False):
         """Write ckpt_STEP.pt, and the same file under other names before it, so that a save which a
-        kill interrupts is taken again. The first one is waited for: what it cannot hold is known
-        before training."""
+        kill interrupts is taken again. is_required: try for a minute, then raise RunFailed."""
         self.join()
-        parts, state, is_first = checkpoint_of(self.run), self.run.state, self.saved[0] < 0
-        self.saved = state["step"], state["evaluated"]
+        parts, state, is_first = checkpoint_of(run), run.state, self.saved[0] < 0
+        self.saved, give_up = (state["step"], state["evaluated"]), time.monotonic() + 60
         names = [*others, f"ckpt_{state['step']:08}.pt"]
-        if rank() == 0:
-            self.thread = threading.Thread(target=self.write, args=(parts, names, is_first))
-            self.thread.start()
-        if is_first:
-            from_rank0(self.join)
-        self.run.clock.lap("save")
-
-    def save_if_new(self):
-        """Save what is not saved yet, and wait for it; try for a minute, then raise RunFailed."""
-        state, stop = self.run.state, self.run.signals.stop
-        give_up = time.monotonic() + 60
-        if self.saved != (state["step"], state["evaluated"]):
-            self.save()
-        while from_rank0(self.join):
+        while True:
+            if rank() == 0:
+                self.thread = threading.Thread(
+                    target=self.write, args=(run, parts, names, is_first)
+                )
+                self.thread.start()
+            # the first one is waited for: what it cannot hold is known before training
+            if not (is_required or is_first) or not from_rank0(self.join) or not is_required:
+                break
             if time.monotonic() > give_up:
-                newest = [*plumbing.checkpoints(self.run.folder.path), "none"][0]
+                newest = [*plumbing.checkpoints(run.folder.path), "none"][0]
                 failure = RunFailed(f"{self.error}; the newest checkpoint: {newest}")
-                failure.exit_code = 128 + stop if stop else 1
+                failure.exit_code = 128 + run.signals.stop if run.signals.stop else 1
                 raise failure
             time.sleep(5)
-            self.save()
+        run.clock.lap("save")
 
     def join(self):
         """Wait for the newest save. Returns its error in words, or None."""
@@ -833,14 +825,11 @@ class Saver:
             raise RunFailed(f"{self.error}; keep tensors, numbers and text in what is saved")
         return self.error and str(self.error)
 
-    def write(self, parts, names, is_first):
+    def write(self, run, parts, names, is_first):
         """In the thread: rows first, then the files, each in one rename; then prune."""
-        folder, step, self.error = self.run.folder, parts["state"]["step"], None
+        folder, step, self.error = run.folder, parts["state"]["step"], None
         try:
-            folder.require_own()
-            with folder.changing:
-                folder.flush()
-                os.fsync(folder.log.fileno())
+            folder.sync()
             if self.lost_best and "best.pt" not in names:
                 write_files(folder.path, self.lost_best, ["best.pt"])
             self.lost_best = parts if "best.pt" in names else None
@@ -849,13 +838,13 @@ class Saver:
             if is_first:
                 plumbing.read_checkpoint(folder.path / names[-1], FORMAT)
             digest = plumbing.digest_of_state(parts)
-            log_event(self.run, "saved", "", step, files=names, sha256=digest)
+            log_event(run, "saved", "", step, files=names, sha256=digest)
             for path in plumbing.checkpoints(folder.path)[keep_last:]:
                 if path.name not in names:
                     path.unlink()
         except Exception as error:
             self.error = error
-            log_event(self.run, "save_failed", f"{names[-1]} is not saved: {error}", step)
+            log_event(run, "save_failed", f"{names[-1]} is not saved: {error}", step)
 
 
 def write_files(folder, parts, names):
@@ -987,12 +976,11 @@ def build(argv: list[str] | None = None, to_train: bool = False):
     with ExitStack() as stack:
         config = stack.enter_context(plumbing.configured(globals(), argv=argv))
         check_knobs(config.typed)
-        run = Run(config=config, state=copy.deepcopy(FRESH_STATE), signals=plumbing.Signals())
+        run = Run(config=config, state=copy.deepcopy(FRESH_STATE), extra=Extra())
+        run.signals, run.table = plumbing.Signals(), plumbing.Table(max_steps)
         started = plumbing.STARTED if argv is None else time.perf_counter()
         run.clock = plumbing.Clock(run.state["seconds"], started)
-        run.device = plumbing.choose_device(device)
-        is_exact = run.device.type != "mps" if deterministic == "auto" else deterministic
-        plumbing.prepare_torch(is_exact, run.device)
+        run.device = plumbing.choose_device(device, deterministic)
         stack.enter_context(plumbing.joined(run.device))
         while True:
             saved = find_checkpoint(run, stack, to_train)
@@ -1007,7 +995,7 @@ def build(argv: list[str] | None = None, to_train: bool = False):
         stack.callback(RESOLVED.update, {"warmup_steps": None})
         resolve(run, saved)
         build_parts(run, data["meta"]["vocab_size"])
-        run.facts = facts_of(run, data)
+        identify(run, data)
         if saved:
             compare(run, saved, to_train)
             restore(run, saved)
@@ -1024,7 +1012,7 @@ def find_checkpoint(run, stack, to_train):
     holds, or None for a run that begins."""
     name = plumbing.folder_name(run.config, FREE, plumbing.script_path())
     run.folder = stack.enter_context(plumbing.Folder(name))
-    run.saver = Saver(run)
+    run.saver = Saver()
     run.path = from_rank0(newest_checkpoint, run.folder, to_train)
     return run.path and plumbing.read_checkpoint(run.path, FORMAT)
 
@@ -1072,19 +1060,17 @@ def open_dataset(saved: dict | None) -> tuple:
 
 
 def resolve(run, saved):
-    """What "auto", 0 and a short run make of four knobs: on a resume the same as before, unless the
-    command asks for something else."""
-    length = decay_steps or max_steps
-    run.asked = {name: globals()[name] for name in ("dtype", "warmup_steps", "decay_steps")}
-    run.why = {"dtype": "as given", "compile": "as given"}
-    RESOLVED.update(run.asked, decay_steps=0 if schedule in ("constant", "step") else length)
-    if "warmup_steps" not in run.config.typed:
-        RESOLVED["warmup_steps"] = min(warmup_steps, length // 10)
-    if dtype == "auto":
-        RESOLVED["dtype"], run.why["dtype"] = plumbing.choose_dtype(run.device)
-    for name in {"dtype", "warmup_steps"} - run.config.typed if saved else ():
-        if saved["run"]["asked"][name] == run.asked[name]:
-            RESOLVED[name] = saved["config"][name]
+    """What "auto", 0 and a short run make of dtype, decay_steps and warmup_steps."""
+    length = 0 if schedule in ("constant", "step") else decay_steps or max_steps
+    warmup, is_short = warmup_steps, length and "warmup_steps" not in run.config.typed
+    found = plumbing.choose_dtype(dtype, run.device, saved and saved["config"]["dtype"])
+    run.why = {"dtype": found[1]}
+    RESOLVED.update(
+        dtype=found[0],
+        decay_steps=length,
+        warmup_steps=min(warmup, length // 10) if is_short else warmup,
+    )
+    run.asked = dict(run.config)
     run.config.update(RESOLVED)
     run.dtype = getattr(torch, RESOLVED["dtype"])
 
@@ -1107,14 +1093,11 @@ def build_parts(run, vocab_size):
     run.scaler = torch.amp.GradScaler(run.device.type, init_scale=scale, enabled=is_on)
     averaged = run.model.named_parameters() if ema_decay else ()
     run.ema = {name: weight.detach().clone() for name, weight in averaged}
-    run.extra, run.table = Extra(), plumbing.Table(max_steps)
     run.state["micro_batch"] = batch_size
-    run.wrapped, run.config["compile"] = run.model, compile
-    if compile == "auto":
-        tokens = sequences_at(0) * block_size * max_steps / world_size()
-        choice = plumbing.choose_compile(run.device, flops_per_token(run.model) * tokens, max_steps)
-        run.config["compile"], run.why["compile"] = choice
-    if run.config["compile"]:  # a pass before the state is loaded, so that errors come now
+    flops = flops_per_token(run.model) * sequences_at(0) * block_size * max_steps / world_size()
+    choice, run.why["compile"] = plumbing.choose_compile(compile, run.device, flops, max_steps)
+    run.config["compile"], run.wrapped = choice, run.model
+    if choice:  # a pass before the state is loaded, so that errors come now
         run.wrapped = plumbing.compiled(run.model)
         batch = batch_at(run, *plumbing.my_share(0, sequences_at(0)))
         forward(run, run.wrapped, *next(micro_batches(run, *batch)))[0]["loss"].backward()
@@ -1135,17 +1118,14 @@ def begin_from(run):
     """Copy the weights in the file `init_from`, averaged ones if it has them, into the model and its
     averages. Raises BadInput if they are of another shape or vocabulary."""
     tensors, there = plumbing.read_weights(init_from, FORMAT)
-    here, weights = plumbing.metadata_of(run.facts), run.model.state_dict()
-    names = "n_layer n_head n_embd tokenizer chars vocab_size".split()
-    odd = [
-        f"{n} {there[n]} -> {here.get(n)}"
-        for n in names
-        if there.get(n, here.get(n)) != here.get(n)
-    ]
-    if odd:
-        fail(f"--init_from={init_from} has other {'; '.join(odd)}")
-    sharded = {name: plumbing.shard_like(weights.get(name), each) for name, each in tensors.items()}
-    run.model.load_state_dict(sharded)
+    for name, here in plumbing.metadata_of(run.facts).items():
+        is_compared = name in "n_layer n_head n_embd tokenizer chars vocab_size".split()
+        if is_compared and there.get(name, here) != here:
+            fail(f"--init_from={init_from}: its {name} is {there[name]}, and {here} in this run")
+    weights = run.model.state_dict()
+    run.model.load_state_dict(
+        {n: plumbing.shard_like(weights.get(n), x) for n, x in tensors.items()}
+    )
     for name, average in run.ema.items():
         average.copy_(run.model.get_parameter(name).detach())
 
@@ -1153,8 +1133,8 @@ def begin_from(run):
 # ---- what a run is, and its folder ---------------------------------------------------------------
 
 
-def facts_of(run, data):
-    """What checkpoints and run.json say of the run. Its identity are the knobs that are not FREE, the
+def identify(run, data):
+    """run.facts: what checkpoints and run.json say of the run. Its identity are the knobs that are not FREE, the
     data, and the code: with another one it is another run."""
     knobs = {name: value for name, value in run.config.items() if name not in FREE}
     knobs["batch"] = knobs.pop("batch_size") * knobs.pop("accum_steps")
@@ -1167,8 +1147,8 @@ def facts_of(run, data):
         "data": {"fingerprint": data["fingerprint"], "rows": len(run.train_data), **files},
         "code": {name: plumbing.digest_of(path) for name, path in run.files.items()},
     }
-    about = plumbing.describe(run.device) | {"asked": run.asked}
-    return {"config": dict(run.config), "data": data, "identity": identity, "run": about}
+    run.facts = {"config": dict(run.config), "data": data, "identity": identity}
+    run.facts["run"] = plumbing.describe(run.device)
 
 
 def compare(run, saved, to_train):
@@ -1177,29 +1157,22 @@ def compare(run, saved, to_train):
     old, new = saved["identity"], run.facts["identity"]
     then = saved["config"] | saved["run"] | old["knobs"] | old["data"]
     now = run.config | run.facts["run"] | new["knobs"] | new["data"]
-    places = ("out_dir", "data_dir", "resume", "asked")
-    names = [name for name in now if then.get(name, now[name]) != now[name] and name not in places]
-    run.changed = {name: [then[name], now[name]] for name in names}
-    fixed = {**old["knobs"], **new["knobs"], **new["data"]}
+    names = [name for name in now if then.get(name, now[name]) != now[name]]
+    names = [name for name in names if name not in ("out_dir", "data_dir", "resume")]
     code = plumbing.changed_code(old["code"], run.files, run.folder.path / "code", {*run.config})
-    run.another = {name: run.changed[name] for name in names if name in fixed} | code
-    run.changed |= code
-    if run.another and to_train:
-        from_rank0(refuse_another_run, run, saved["state"]["step"])
-
-
-def refuse_another_run(run, step):
-    """Raises BadInput with what differs and the ways on, unless --resume=force asks for it."""
-    name, words = plumbing.shown(run.folder.path), plumbing.change_words(run.another)
+    fixed = {**old["knobs"], **new["knobs"], **new["data"]}
+    run.changed = {name: [then[name], now[name]] for name in names} | code
+    run.another = {name: run.changed[name] for name in run.changed if name in (fixed | code)}
+    folder, words = plumbing.shown(run.folder.path), plumbing.change_words(run.another)
     hint = f"--resume=force goes on, --resume=restart starts anew, --out_dir={run.folder.fresh()}"
     if "decay_steps" in run.another:
-        hint += f", --decay_steps={run.another['decay_steps'][0]} trains on at the last rate"
-    if ".py" in words:
-        hint += f"; {name}/code has the code so far: copy it over yours to go on with that"
-    if resume != "force":
-        fail(f"{name} holds another run: {words}; {hint}")
-    if step >= max_steps:
-        fail(f"{name} is finished at step {step}, of another run: {words}; raise --max_steps")
+        hint += f", --decay_steps={old['knobs']['decay_steps']} trains on at the last rate"
+    if code:
+        hint += f"; {folder}/code has the code so far: copy it over yours to go on with that"
+    if run.another and to_train and resume != "force":
+        fail(f"{folder} holds another run: {words}; {hint}")
+    if run.another and to_train and saved["state"]["step"] >= max_steps:
+        fail(f"{folder} is finished, as another run: {words}; raise --max_steps")
 
 
 def is_finished(run):
@@ -1262,7 +1235,7 @@ def begin_record(run, flags):
     run.json |= {
         "command": [plumbing.shown(plumbing.script_path() or __file__), *flags],
         "defaults": run.config.default,
-        "asked": run.config | run.asked,
+        "asked": run.asked,
         "git": git,
         "parameters": sum(weight.numel() for weight in run.model.parameters()),
         "flops_per_token": flops_per_token(run.model),
