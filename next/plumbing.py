@@ -455,6 +455,38 @@ def differences(old, new, best_metric):
     return [(key, old[key], new[key]) for key in both if old[key] != new[key]]
 
 
+class Check:
+    """Was a resume exact? Compares rows that are computed again with old ones, which a killed process
+    has logged past the checkpoint. begin: its step."""
+
+    def __init__(self, old_rows, begin, best_metric):
+        self.old = {key_of(row): row for row in old_rows if row["kind"] != "event"}
+        self.best_metric = best_metric
+        self.found = {"from": begin, "compared": 0, "steps": 0, "first_difference": None}
+
+    def see(self, row):
+        """Returns whether the result is known."""
+        old, found = self.old.pop(key_of(row), None), self.found
+        if old:
+            found["compared"] += 1
+            found["steps"] += row["kind"] == "train"
+            for field, then, now in differences(old, row, self.best_metric)[:1]:
+                difference = {"step": row["step"], "field": field, "then": then, "now": now}
+                found["first_difference"] = difference
+        is_last = all(step < row["step"] for _, step in self.old)
+        return is_last or bool(found["first_difference"])
+
+    def result(self, changed):
+        """(what is printed, the fields of an event)."""
+        words, difference = "nothing to compare with", self.found["first_difference"]
+        if self.found["compared"]:
+            words = f"{self.found['steps']:,} steps computed again, every loss and norm the same"
+        if difference:
+            words = "other numbers from step {step:,} on: {field} {then} then, {now} now; changed since: "
+            words = words.format(**difference) + (change_words(changed) or "nothing known")
+        return f"resumed at step {self.found['from']:,}: {words}", self.found
+
+
 def folder_name(config, free, script):
     """The out_dir of a flag; else that of the config file and, in the order of the knobs, what was
     typed, changes a value and makes another run: out/mine,n_layer=2. A script lab.py makes out/run
@@ -562,6 +594,34 @@ def same_tree(one, other, knobs):
     return bool(one and other) and ast.dump(trees[0]) == ast.dump(trees[1])
 
 
+def changes(saved, facts, files, code):
+    """({name: [then, now]} of what has changed since a checkpoint, and of what makes another run: a
+    knob that is not free, data, code). facts: what checkpoints say of a run; files, code: see
+    changed_code()."""
+    old, new = saved["identity"], facts["identity"]
+    then = saved["config"] | saved["run"] | old["knobs"] | old["data"]
+    now = facts["config"] | facts["run"] | new["knobs"] | new["data"]
+    names = [name for name in now if then.get(name, now[name]) != now[name]]
+    names = [name for name in names if name not in ("out_dir", "data_dir", "resume")]
+    code = changed_code(old["code"], files, code, {*facts["config"]})
+    changed = {name: [then[name], now[name]] for name in names} | code
+    fixed = {**old["knobs"], **new["knobs"], **new["data"], **code}
+    return changed, {name: changed[name] for name in changed if name in fixed}
+
+
+def say_what_is_beside(folder, facts):
+    """Print the same run of another length, if it lies beside the folder of one that begins."""
+    config, lengths = facts["config"], ("decay_steps", "warmup_steps")
+    here = {name: x for name, x in facts["identity"]["knobs"].items() if name not in lengths}
+    for path in folder.path.parent.glob("*/run.json"):
+        other = read_json(path)
+        knobs = other.get("identity", {}).get("knobs", {})
+        there = {name: x for name, x in knobs.items() if name not in lengths}
+        if there == here and other["config"]["max_steps"] != config["max_steps"]:
+            name, step = shown(path.parent), other["state"]["step"]
+            print0(f"{name} has this run at step {step:,}; to go on there add --out_dir={name}")
+
+
 def git_state():
     """({commit, dirty} of the repository, its diff). The Docker image has GIT_COMMIT, not .git."""
     git = ["git", "-C", REPO, f"--git-dir={REPO}/.git", f"--work-tree={REPO}"]  # never a parent's
@@ -648,6 +708,44 @@ def digest_of_state(parts):
         digest.update(str(path).encode())
         digest.update(leaf)
     return digest.hexdigest()
+
+
+def restore_optimizer(optimizer, saved):
+    """Put back the state of an optimizer, {number of a weight: {name: tensor or value}}."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    state = {i: {k: shard_like(weights[i], x) for k, x in saved[i].items()} for i in saved}
+    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+    for i, moments in state.items():  # torch has cast them to the dtype of the weight
+        for name, value in moments.items():
+            own = optimizer.state[weights[i]]
+            own[name] = value.to(own[name].device) if torch.is_tensor(value) else value
+
+
+def write_copies(folder, parts, names):
+    """Write a checkpoint to `folder` under all of `names`."""
+    with replacing(folder / names[0]) as temporary:
+        torch.save(parts, temporary)
+    for name in names[1:]:
+        with replacing(folder / name) as temporary:
+            try:
+                os.link(folder / names[0], temporary)
+            except OSError:  # a file system without hard links
+                shutil.copyfile(folder / names[0], temporary)
+
+
+class Extra(dict):
+    """A fork's own objects, name -> what has a state_dict. One that is put here gets at once the state
+    that the checkpoint has for it."""
+
+    saved = {}
+
+    def __setitem__(self, name, part):
+        if name in self.saved:
+            part.load_state_dict(self.saved[name])
+        super().__setitem__(name, part)
+
+    def state_dict(self):
+        return self.saved | {name: part.state_dict() for name, part in self.items()}
 
 
 def read_weights(path, format):
@@ -1248,6 +1346,17 @@ def change_words(changed):
 def to_paste(script, *words):
     """The command that runs a script of this repository."""
     return shlex.join(["python", shown(REPO / script), *map(str, words)])
+
+
+PLAN = """\
+run      {folder}
+model    {model}; {parameters:,} parameters
+data     {dataset}: {train_rows:,} sequences, {val_rows:,} to validate
+batch    {batch_size} x {accum_steps} = {batch:,} sequences of {block_size:,}, on {world_size} rank(s)
+steps    {max_steps:,}, {warmup_steps:,} of warmup; {optimizer}, {schedule} {peak_lr:g} to {last:g}
+device   {device}, {threads} threads, deterministic {deterministic}
+dtype    {dtype} ({why[dtype]})
+compile  {compile} ({why[compile]})"""
 
 
 class Table:

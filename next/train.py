@@ -16,7 +16,6 @@ import copy
 import math
 import os
 import random
-import shutil
 import signal
 import sys
 import threading
@@ -759,7 +758,7 @@ def restore(run, saved):
     run.model.load_state_dict(weights)
     for name, weight in run.model.named_parameters():
         weight.requires_grad_(name not in saved["frozen"])
-    restore_optimizer(run.optimizer, saved["optimizer"]["state"])
+    plumbing.restore_optimizer(run.optimizer, saved["optimizer"]["state"])
     for name, average in run.ema.items():
         average.copy_(plumbing.shard_like(average, saved["ema"].get(name, saved["model"][name])))
     run.extra.saved = saved["extra"]
@@ -773,17 +772,6 @@ def restore(run, saved):
         plumbing.set_rng_state(saved["rng"][rank()], run.device)
     else:
         seed_everything(plumbing.seed_of(seed, rank(), run.state["step"]))
-
-
-def restore_optimizer(optimizer, saved):
-    """Put back the state of an optimizer, {number of a weight: {name: tensor or value}}."""
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    state = {i: {k: plumbing.shard_like(weights[i], x) for k, x in saved[i].items()} for i in saved}
-    optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-    for i, moments in state.items():  # torch has cast them to the dtype of the weight
-        for name, value in moments.items():
-            own = optimizer.state[weights[i]]
-            own[name] = value.to(own[name].device) if torch.is_tensor(value) else value
 
 
 class Saver:
@@ -831,9 +819,9 @@ class Saver:
         try:
             folder.sync()
             if self.lost_best and "best.pt" not in names:
-                write_files(folder.path, self.lost_best, ["best.pt"])
+                plumbing.write_copies(folder.path, self.lost_best, ["best.pt"])
             self.lost_best = parts if "best.pt" in names else None
-            write_files(folder.path, parts, names)
+            plumbing.write_copies(folder.path, parts, names)
             self.lost_best = None
             if is_first:
                 plumbing.read_checkpoint(folder.path / names[-1], FORMAT)
@@ -845,32 +833,6 @@ class Saver:
         except Exception as error:
             self.error = error
             log_event(run, "save_failed", f"{names[-1]} is not saved: {error}", step)
-
-
-def write_files(folder, parts, names):
-    with plumbing.replacing(folder / names[0]) as temporary:
-        torch.save(parts, temporary)
-    for name in names[1:]:
-        with plumbing.replacing(folder / name) as temporary:
-            try:
-                os.link(folder / names[0], temporary)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(folder / names[0], temporary)
-
-
-class Extra(dict):
-    """A fork's own objects, name -> what has a state_dict. One that is put here gets at once the state
-    that the checkpoint has for it."""
-
-    saved = {}
-
-    def __setitem__(self, name, part):
-        if name in self.saved:
-            part.load_state_dict(self.saved[name])
-        super().__setitem__(name, part)
-
-    def state_dict(self):
-        return self.saved | {name: part.state_dict() for name, part in self.items()}
 
 
 # ---- 8. rows -------------------------------------------------------------------------------------
@@ -948,8 +910,8 @@ def log_rows(run, rows, is_kept=True):
     """Write rows to metrics.jsonl, compare them with those of a killed process, show them."""
     run.folder.write_rows(rows)
     for row in rows if rank() == 0 else ():
-        if run.check:
-            check_row(run, row)
+        if run.check and run.check.see(row):
+            close_check(run)
         if run.wandb and is_kept:
             run.wandb.log({f"{row['kind']}/{key}": row[key] for key in row} | {"step": row["step"]})
         for function in on_row if is_kept else ():
@@ -976,7 +938,7 @@ def build(argv: list[str] | None = None, to_train: bool = False):
     with ExitStack() as stack:
         config = stack.enter_context(plumbing.configured(globals(), argv=argv))
         check_knobs(config.typed)
-        run = Run(config=config, state=copy.deepcopy(FRESH_STATE), extra=Extra())
+        run = Run(config=config, state=copy.deepcopy(FRESH_STATE), extra=plumbing.Extra())
         run.signals, run.table = plumbing.Signals(), plumbing.Table(max_steps)
         started = plumbing.STARTED if argv is None else time.perf_counter()
         run.clock = plumbing.Clock(run.state["seconds"], started)
@@ -1152,22 +1114,15 @@ def identify(run, data):
 
 
 def compare(run, saved, to_train):
-    """Note what has changed since the checkpoint, {name: [then, now]}: run.changed, and what of it
-    makes another run: run.another. Raises BadInput if to_train, unless --resume=force asks for it."""
-    old, new = saved["identity"], run.facts["identity"]
-    then = saved["config"] | saved["run"] | old["knobs"] | old["data"]
-    now = run.config | run.facts["run"] | new["knobs"] | new["data"]
-    names = [name for name in now if then.get(name, now[name]) != now[name]]
-    names = [name for name in names if name not in ("out_dir", "data_dir", "resume")]
-    code = plumbing.changed_code(old["code"], run.files, run.folder.path / "code", {*run.config})
-    fixed = {**old["knobs"], **new["knobs"], **new["data"]}
-    run.changed = {name: [then[name], now[name]] for name in names} | code
-    run.another = {name: run.changed[name] for name in run.changed if name in (fixed | code)}
+    """Note what has changed since the checkpoint, and what of it makes another run. Raises BadInput if
+    to_train, unless --resume=force asks for it."""
+    code = run.folder.path / "code"
+    run.changed, run.another = plumbing.changes(saved, run.facts, run.files, code)
     folder, words = plumbing.shown(run.folder.path), plumbing.change_words(run.another)
     hint = f"--resume=force goes on, --resume=restart starts anew, --out_dir={run.folder.fresh()}"
     if "decay_steps" in run.another:
-        hint += f", --decay_steps={old['knobs']['decay_steps']} trains on at the last rate"
-    if code:
+        hint += f", --decay_steps={run.another['decay_steps'][0]} trains on at the last rate"
+    if ".py" in words:
         hint += f"; {folder}/code has the code so far: copy it over yours to go on with that"
     if run.another and to_train and resume != "force":
         fail(f"{folder} holds another run: {words}; {hint}")
@@ -1205,9 +1160,8 @@ def open_folder(run, flags):
             f"resumes from {run.path}; changed: {plumbing.change_words(run.changed) or 'nothing'}"
         )
         log_event(run, "resume", words, checkpoint=run.path.name, changed=run.changed)
-        old = {plumbing.key_of(row): row for row in old_rows if row["kind"] != "event"}
-        run.check = SimpleNamespace(old=old, rows=0, steps=0, difference=None)
-        if not old:
+        run.check = plumbing.Check(old_rows, run.state["step"], best_metric)
+        if not run.check.old:
             close_check(run)
     print_plan(run)
     run.clock.lap("start")
@@ -1250,17 +1204,6 @@ def begin_record(run, flags):
     return folder.open_log(state["step"] if run.path else -1, state["evaluated"])
 
 
-PLAN = """\
-run      {folder}
-model    {model}; {parameters:,} parameters
-data     {dataset}: {train_rows:,} sequences, {val_rows:,} to validate
-batch    {batch_size} x {accum_steps} = {batch:,} sequences of {block_size:,}, on {world_size} rank(s)
-steps    {max_steps:,}, {warmup_steps:,} of warmup; {optimizer}, {schedule} {peak_lr:g} to {last:g}
-device   {device}, {threads} threads, deterministic {deterministic}
-dtype    {dtype} ({why[dtype]})
-compile  {compile} ({why[compile]})"""
-
-
 def print_plan(run):
     sets = run.val_data.values() if isinstance(run.val_data, dict) else [run.val_data]
     values = run.config | run.facts["identity"]["knobs"] | run.facts["run"]
@@ -1274,51 +1217,15 @@ def print_plan(run):
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "why": run.why,
     }
-    plumbing.print_wrapped(PLAN.format(**values))
+    plumbing.print_wrapped(plumbing.PLAN.format(**values))
     if not run.path and "out_dir" not in run.config.typed:
-        from_rank0(say_what_is_beside, run)
-
-
-def say_what_is_beside(run):
-    """Name the same run of another length, if it lies beside the folder of one that begins."""
-    lengths = ("decay_steps", "warmup_steps")
-    here = {name: x for name, x in run.facts["identity"]["knobs"].items() if name not in lengths}
-    for path in run.folder.path.parent.glob("*/run.json"):
-        facts = plumbing.read_json(path)
-        knobs = facts.get("identity", {}).get("knobs", {})
-        there = {name: x for name, x in knobs.items() if name not in lengths}
-        if there == here and facts["config"]["max_steps"] != max_steps:
-            name, step = plumbing.shown(path.parent), facts["state"]["step"]
-            print0(f"{name} has this run at step {step:,}; to go on there add --out_dir={name}")
-
-
-def check_row(run, row):
-    """Compare a row with the one that a killed process has logged for the same step."""
-    check, old = run.check, run.check.old.pop(plumbing.key_of(row), None)
-    if old:
-        check.rows += 1
-        check.steps += row["kind"] == "train"
-        for field, then, now in plumbing.differences(old, row, best_metric)[:1]:
-            check.difference = {"step": row["step"], "field": field, "then": then, "now": now}
-    if check.difference or not any(step >= row["step"] for _, step in check.old):
-        close_check(run)
+        from_rank0(plumbing.say_what_is_beside, run.folder, run.facts)
 
 
 def close_check(run):
     """Log how exact the resume was."""
-    check, run.check, begin = run.check, None, plumbing.step_of(run.path)
-    words = "nothing to compare with"
-    if check.rows:
-        words = f"{check.steps:,} steps computed again, every loss and norm the same"
-    if check.difference:
-        words = (
-            "other numbers from step {step:,} on: {field} {then} then, {now} now; changed since: "
-        )
-        words = words.format(**check.difference)
-        words += plumbing.change_words(run.changed) or "nothing known"
-    found = {"from": begin, "compared": check.rows, "steps": check.steps}
-    text = f"resumed at step {begin:,}: {words}"
-    log_event(run, "resume_checked", text, **found, first_difference=check.difference)
+    (text, found), run.check = run.check.result(run.changed), None
+    log_event(run, "resume_checked", text, **found)
 
 
 def close_folder(run, ended):
