@@ -317,7 +317,7 @@ class Folder:
     the checkpoint from which a run goes on stay until the first new one, which takes their place in
     one rename."""
 
-    lock_file = log = None
+    lock_file = log = about = None  # about: what run.json says
 
     def __init__(self, path):
         self.path = Path(path)
@@ -363,6 +363,30 @@ class Folder:
         """Raises OSError if the folder is gone, or another run has made one in its place."""
         if not os.path.samestat(os.stat(self.path / ".lock"), os.fstat(self.lock_file.fileno())):
             raise OSError(errno.ESTALE, "another run has taken the place of this folder")
+
+    def begin(self, about, files, place, is_another, is_restart):
+        """For a run that starts at `place`, (step, evaluated), or (-1, -1): lock the folder, write
+        run.json and the code, open the log. Returns (its rows past that place, git commit)."""
+        if is_restart and (self.path / "run.json").exists():
+            self.set_aside()
+        if not self.lock_file:
+            self.lock()
+        for leftover in self.path.glob("*.tmp"):  # of a killed run
+            leftover.unlink()
+        if is_another and (self.path / "best.pt").exists():
+            os.replace(self.path / "best.pt", self.path / "best_before.pt")
+        git, diff = git_state()
+        keep_code(self.path / "code", files, diff)
+        first = {"start": now(), "wandb_id": os.urandom(4).hex()}
+        earlier = read_json(self.path / "run.json") if place[0] >= 0 else {}
+        ended = {"end": None, "ended": None}  # if it is killed
+        self.about = first | earlier | about | {"git": git} | ended
+        write_json(self.path / "run.json", self.about)
+        return self.open_log(*place), git["commit"]
+
+    def end(self, ended, state):
+        self.about |= {"end": now(), "ended": ended, "state": state}
+        write_json(self.path / "run.json", self.about)
 
     def open_log(self, step, evaluated):
         """Open the log of a run that goes on at `step`; -1: that begins. Returns the old rows past
@@ -1406,13 +1430,15 @@ class Table:
         print_wrapped(f"{self.progress(row)} {words}{best}", green)
 
 
-def start_wandb(project, name, wandb_id, config):
-    """The session of Weights & Biases that gets the rows; a run that resumes continues its own."""
+def start_wandb(project, name, about):
+    """The session of Weights & Biases that gets the rows; a run that resumes continues its own. about:
+    what run.json says."""
     try:
         import wandb
     except ModuleNotFoundError:
         fail("--wandb_log=true: wandb is not installed; type: pip install wandb")
-    session = wandb.init(project=project, name=name, id=wandb_id, resume="allow", config=config)
+    how = {"id": about["wandb_id"], "resume": "allow", "config": about["config"]}
+    session = wandb.init(project=project, name=name, **how)
     session.define_metric("step")  # what a fork logs meanwhile moves wandb's own step
     session.define_metric("*", step_metric="step")
     return session

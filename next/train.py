@@ -186,7 +186,7 @@ class Run(SimpleNamespace):
     checkpoints and run.json say of the run; folder; batches: those to come, for this rank; wandb:
     the session or None."""
 
-    check = peak = wandb = json = None
+    check = peak = wandb = None
     changed, another, step_ms, positions = {}, {}, math.inf, 0
 
     def stop(self, why):
@@ -1153,55 +1153,31 @@ def best_words(state):
 
 def open_folder(run, flags):
     """All is checked: from here on the run writes to its folder."""
-    old_rows = from_rank0(begin_record, run, flags)
+    state = run.state
+    about = run.facts | {
+        "command": [plumbing.shown(plumbing.script_path() or __file__), *flags],
+        "defaults": run.config.default,
+        "asked": run.asked,
+        "parameters": sum(weight.numel() for weight in run.model.parameters()),
+        "flops_per_token": flops_per_token(run.model),
+        "state": state,
+    }
+    place = (state["step"], state["evaluated"]) if run.path else (-1, -1)
+    start = about, run.files, place, bool(run.another), resume == "restart"
+    old_rows, run.facts["run"]["git_commit"] = from_rank0(run.folder.begin, *start)
+    if wandb_log and rank() == 0:
+        name = wandb_run_name or run.folder.path.name
+        run.wandb = plumbing.start_wandb(wandb_project, name, run.folder.about)
     if run.path:
-        run.saver.saved = run.state["step"], run.state["evaluated"]
-        words = (
-            f"resumes from {run.path}; changed: {plumbing.change_words(run.changed) or 'nothing'}"
-        )
+        run.saver.saved = place
+        words = plumbing.change_words(run.changed) or "nothing"
+        words = f"resumes from {run.path}; changed: {words}"
         log_event(run, "resume", words, checkpoint=run.path.name, changed=run.changed)
-        run.check = plumbing.Check(old_rows, run.state["step"], best_metric)
+        run.check = plumbing.Check(old_rows, state["step"], best_metric)
         if not run.check.old:
             close_check(run)
     print_plan(run)
     run.clock.lap("start")
-
-
-def begin_record(run, flags):
-    """On rank 0: lock the folder, open the log, write run.json and the code. Returns the rows past
-    the checkpoint that a killed process has logged."""
-    folder, state = run.folder, run.state
-    if resume == "restart" and (folder.path / "run.json").exists():
-        folder.set_aside()
-    if not folder.lock_file:
-        folder.lock()
-    for leftover in folder.path.glob("*.tmp"):  # of a killed run
-        leftover.unlink()
-    best = folder.path / "best.pt"
-    if run.another and best.exists():
-        os.replace(best, folder.path / "best_before.pt")
-    git, diff = plumbing.git_state()
-    plumbing.keep_code(folder.path / "code", run.files, diff)
-    run.facts["run"]["git_commit"] = git["commit"]
-    first = {"start": plumbing.now(), "wandb_id": os.urandom(4).hex()}
-    earlier = plumbing.read_json(folder.path / "run.json") if run.path else {}
-    run.json = first | earlier | run.facts
-    run.json |= {
-        "command": [plumbing.shown(plumbing.script_path() or __file__), *flags],
-        "defaults": run.config.default,
-        "asked": run.asked,
-        "git": git,
-        "parameters": sum(weight.numel() for weight in run.model.parameters()),
-        "flops_per_token": flops_per_token(run.model),
-        "state": state,
-        "end": None,  # if it is killed
-        "ended": None,
-    }
-    plumbing.write_json(folder.path / "run.json", run.json)
-    if wandb_log:
-        name = wandb_run_name or folder.path.name
-        run.wandb = plumbing.start_wandb(wandb_project, name, run.json["wandb_id"], run.config)
-    return folder.open_log(state["step"] if run.path else -1, state["evaluated"])
 
 
 def print_plan(run):
@@ -1232,15 +1208,14 @@ def close_folder(run, ended):
     """Record how the run ended, draw its report, and print what to type next."""
     run.batches = None
     plumbing.kill_workers()
-    if rank() > 0 or not run.json:
+    if not run.folder.about:  # on ranks other than 0, or nothing was written
         return
     run.saver.join()
     run.clock.lap("save")
     if run.check:
         close_check(run)
     log_event(run, "end", f"{ended}; {best_words(run.state)}", ended=ended)
-    run.json |= {"end": plumbing.now(), "ended": ended, "state": run.state}
-    plumbing.write_json(run.folder.path / "run.json", run.json)
+    run.folder.end(ended, run.state)
     failed, name = ended.startswith("failed"), plumbing.shown(run.folder.path)
     if run.wandb:
         run.wandb.finish(int(failed))
