@@ -1251,12 +1251,13 @@ def describe(device):
 
 
 def peak_flops(device, name, dtype):
-    """(FLOP/s, source) for MFU, name: of the device. From its datasheet, else of the fastest of a few
-    square matrix products in doubling sizes. NaN if those of the last size disagree by a quarter: the
-    machine is busy."""
+    """(FLOP/s, in words) for MFU, name: of the device. From its datasheet, else of the fastest of a
+    few square matrix products in doubling sizes. NaN if those of the last size disagree by a quarter:
+    the machine is busy."""
     known = PEAKS.get(name.removeprefix("NVIDIA "))
     if known:
-        return known[dtype == torch.float32], f"datasheet of the {name}"
+        rate = known[dtype == torch.float32]
+        return rate, f"{rate / 1e12:.4g} TFLOP/s (datasheet of the {name})"
     rate, size, seconds = 0.0, 128, [0.0]
     while size < 8192 and min(seconds) < 0.004:  # the next one takes eight times as long
         size *= 2
@@ -1267,8 +1268,9 @@ def peak_flops(device, name, dtype):
             times.append(time.perf_counter())
         seconds = np.diff(times)
         rate = max(rate, 2 * size**3 / min(seconds))
-    is_busy = rate > 1.25 * 2 * size**3 / np.median(seconds)
-    return math.nan if is_busy else rate, f"measured, matrix products of up to {size}-cubed"
+    if rate > 1.25 * 2 * size**3 / np.median(seconds):
+        return math.nan, "n/a, as repeated timings disagree: the machine is busy"
+    return rate, f"{rate / 1e12:.3g} TFLOP/s (measured, products of matrices of up to {size})"
 
 
 def float64(number):

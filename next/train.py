@@ -876,7 +876,7 @@ def mfu_at(run, speed):
     None if that is unknown."""
     if run.peak is None:
         run.peak, source = plumbing.peak_flops(run.device, run.facts["run"]["device"], run.dtype)
-        print0(f"peak     {run.peak / 1e12:.3g} TFLOP/s ({source})")
+        print0(f"peak     {source}")
         run.clock.lap("start")
     mfu = flops_per_token(run.model) * speed / (run.peak * world_size())
     return mfu if mfu <= 1 else None  # above 1 the machine was busy when the peak was measured
@@ -899,7 +899,8 @@ def watch_skips(run, row, n_targets):
         is_overflow = math.isfinite(row["loss"]) and row.get("loss_scale", 0) > 1
         state["skips_in_row"] += not is_overflow
         numbers = {"loss": row["loss"], "grad_norm": row["grad_norm"]}
-        log_event(run, "skipped", f"step {step} skipped: {numbers}", **numbers)
+        words = ", ".join(f"{name} {number:.4g}" for name, number in numbers.items())
+        log_event(run, "skipped", f"step {step} skipped: {words}", **numbers)
     if state["skips_in_row"] >= MAX_SKIPPED:
         look = plumbing.to_paste("replay.py", run.folder.path, f"--step={step}")
         found = f"the gradient was not finite in {MAX_SKIPPED} steps in a row, up to step {step}"
