@@ -288,6 +288,7 @@ def serve():
     """For each request on stdin: fork, run train.main() in the children, print their exit codes."""
     import numpy.random  # noqa: F401  this and the next: else each run would import them
     import torch._dynamo  # noqa: F401
+
     import train
 
     # Each of these takes longer than the steps of a small run: a sample, and products for the MFU
