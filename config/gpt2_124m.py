@@ -1,7 +1,7 @@
 """The shape of GPT-2 124M on OpenWebText: torchrun --standalone --nproc_per_node=8 train.py
 config/gpt2_124m.py, or, to try it on one GPU, python train.py config/gpt2_124m.py --max_steps=100.
 
-Prepare the text (40 GB) first. docs/forks.md, "A dataset of Hugging Face", writes openwebtext.jsonl:
+Prepare the text (40 GB) first. docs/howto.md says how to write openwebtext.jsonl:
 python prepare_data.py openwebtext --input=openwebtext.jsonl --tokenizer=gpt2
 """
 
@@ -27,4 +27,3 @@ weight_decay = 0.1
 
 eval_interval = 1000
 save_interval = 1000
-milestone_interval = 20_000

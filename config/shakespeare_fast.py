@@ -1,7 +1,7 @@
 """TinyShakespeare by character with two extras, as fast as possible: below 1.9 in seconds.
 
-python train.py config/shakespeare_fast.py: validation loss 1.813 ± 0.009 (ten seeds; 1.807 with
-seed 1337). The plain transformer, config/shakespeare_plain.py, takes 120 steps to 1.84.
+python examples/ngram.py config/shakespeare_fast.py: validation loss 1.813 ± 0.009 (ten seeds; 1.807
+with seed 1337). The plain transformer, config/shakespeare_plain.py, takes 120 steps to 1.84.
 """
 
 out_dir = "out/shakespeare_fast"
@@ -24,4 +24,4 @@ peak_lr = 6e-2
 min_lr = peak_lr / 100
 weight_decay = 0.3
 eval_interval = 0  # only before the first step and after the last
-report = False  # drawing it takes a second or two; python report.py out/shakespeare_fast
+report = False  # drawing it takes a second or two; python report.py out/shakespeare_fast,ngram

@@ -10,10 +10,9 @@ import copyreg
 import ctypes
 import datetime
 import difflib
-import errno
 import gc
 import hashlib
-import importlib
+import importlib.util
 import json
 import math
 import mmap
@@ -23,6 +22,7 @@ import pickle
 import platform
 import random
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -41,20 +41,13 @@ STARTED = time.perf_counter()
 REPO = Path(__file__).resolve().parent
 
 
-def at_death_of_parent(number):
-    """From here on this process gets that signal when its parent ends, however it does (on Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
-
-
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
 os.environ.setdefault("NCCL_ALGO", "Ring")  # NVLS adds in any order (nccl#1497)
 if "WORLD_SIZE" in os.environ:
-    at_death_of_parent(
-        signal.SIGTERM
-    )  # ranks have sessions of their own, and would survive torchrun
     # else C++ warns of DistributedDataParallel's find_unused_parameters
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if sys.platform == "linux":  # else ranks, which have sessions of their own, survive torchrun
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 if os.getpid() == 1:  # in a container: the system gives process 1 no signal that it does not handle
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
 
@@ -64,6 +57,8 @@ if os.getpid() == 1:  # in a container: the system gives process 1 no signal tha
 class BadInput(Exception):
     """Bad input, exit code 2: one line on what was found, what was expected, and what to type."""
 
+    exit_code = 2
+
 
 class Offline(BadInput):
     """A download was needed, and no server gave it in time."""
@@ -72,22 +67,25 @@ class Offline(BadInput):
 class RunFailed(Exception):
     """The run cannot continue, exit code 1: one line on what happened and what to do next."""
 
+    exit_code = 1
+
 
 def fail(message):
     raise BadInput(" ".join(str(message).splitlines()))
 
 
 def end_script(kind, error, trace):
-    """Print what ends a script: an error of ours as one line, any other as Python's traceback."""
-    if isinstance(error, BadInput | RunFailed | KeyboardInterrupt):
-        is_told = isinstance(error, BadInput) and os.environ.get("RANK", "0") != "0"
-        if not getattr(error, "is_told", is_told):  # by another rank
-            name = os.path.basename(sys.argv[0])
-            print(f"{name}: {str(error) or 'stopped by Ctrl-C'}", file=sys.stderr)
-    else:
+    """Print what ends a script: an error of ours as one line, any other as Python's traceback. What
+    is wrong with the input all ranks find, and rank 0 says."""
+    name = os.path.basename(sys.argv[0])
+    if isinstance(error, KeyboardInterrupt):
+        print(f"{name}: stopped by Ctrl-C", file=sys.stderr)
+        exit_process(130)
+    if not isinstance(error, BadInput | RunFailed):
         traceback.print_exception(error)
-    code = {BadInput: 2, Offline: 2, KeyboardInterrupt: 130}.get(kind, 1)
-    exit_process(getattr(error, "exit_code", code))
+    elif os.environ.get("RANK", "0") == "0" or isinstance(error, RunFailed):
+        print(f"{name}: {error}", file=sys.stderr)
+    exit_process(getattr(error, "exit_code", 1))
 
 
 sys.excepthook = end_script
@@ -117,6 +115,8 @@ except ModuleNotFoundError:
 # ---- the command line ----------------------------------------------------------------------------
 
 NAMES_ELSEWHERE = {  # a name of nanoGPT and others: what to type instead
+    "ngram_rows": "it is a knob of examples/ngram.py: run that file with this config",
+    "conv_width": "it is a knob of examples/ngram.py: run that file with this config",
     "always_save_checkpoint": "--save_interval=N saves whatever the loss is; best.pt is separate",
     "bias": "no layer has a bias",
     "decay_lr": "--schedule=constant does not decay",
@@ -133,7 +133,10 @@ NAMES_ELSEWHERE = {  # a name of nanoGPT and others: what to type instead
 
 class Config(dict):
     """Every knob and its value. default: the values of the source; base: those without flags; typed:
-    names that flags set; choices: the allowed values of some."""
+    names that flags set; choices: the allowed values of some; files: the config files."""
+
+    def __init__(self):
+        self.typed, self.choices = set(), {}
 
 
 def knobs_in(scope):
@@ -146,8 +149,7 @@ def add_knob(scope, name, default, comment):
     """Add a knob to `scope`, the globals() of train.py."""
     is_taken = name in scope.keys() - scope["ADDED_KNOBS"].keys() or hasattr(builtins, name)
     if is_taken or not knobs_in({name: default}):
-        why = "train.py or Python uses this name" if is_taken else "expected a plain value"
-        fail(f"train.knob({name!r}, {default!r}, ...): {why}")
+        fail(f"train.knob({name!r}, {default!r}, ...): expected a new name and a plain value")
     scope["ADDED_KNOBS"][name] = comment
     scope[name] = default
 
@@ -160,45 +162,51 @@ def configured(*scopes, argv=None, words=None):
     `train.max_steps = 5` takes effect. words: a list for the arguments that are neither flags nor
     config files; None refuses them. Raises BadInput, and sets nothing, if an argument is invalid."""
     argv = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & {*argv}:
+    if "-h" in argv or "--help" in argv:
         print_help(scopes[-1])
         raise SystemExit(0)
-    before = [knobs_in(scope) for scope in scopes]
-    config = Config({name: value for knobs in before for name, value in knobs.items()})
+    config = Config()
+    for scope in scopes:
+        config |= knobs_in(scope)
+        config.choices |= scope.get("CHOICES", {})
+    config.argv = argv
     config.default = dict(config)
-    config.choices = {name: x for scope in scopes for name, x in scope.get("CHOICES", {}).items()}
-    for path in (word for word in argv if is_config(word)):
+    config.files = [word for word in argv if word.endswith(".py") and word[0] != "-"]
+    for path in config.files:
         for name, value in read_config(path, config).items():
             config[name] = accept(f"{path}: {name} = {value!r}", name, value, config)
-    config.base, config.typed = dict(config), set()
+    config.base = dict(config)
     for word in argv:
-        name, _, value = word.removeprefix("--").partition("=")
-        if word.startswith("-"):
+        if word[:1] == "-":
+            name, _, value = word.removeprefix("--").partition("=")
             config[name] = accept(word, name, value, config)
             config.typed.add(name)
-        elif not is_config(word) and words is None:
-            fail(f"unexpected argument {word!r}; write config/FILE.py or --key=value")
-        elif not is_config(word):
+        elif word not in config.files:
+            if words is None:
+                fail(f"unexpected argument {word!r}; write config/FILE.py or --key=value")
             words.append(word)
-    try:
-        for scope, knobs in zip(scopes, before, strict=True):
-            scope.update({name: config[name] for name in knobs})
+    with contextlib.ExitStack() as stack:
+        for scope in scopes:
+            stack.enter_context(setting(scope, config))
         yield config
+
+
+@contextlib.contextmanager
+def setting(scope, values):
+    """Set those of `scope`, globals() of a script, that `values` names, and put them back."""
+    before = {name: scope[name] for name in values if name in scope}
+    try:
+        scope.update({name: values[name] for name in before})
+        yield
     finally:
-        for scope, knobs in zip(scopes, before, strict=True):
-            scope.update(knobs)
-
-
-def is_config(word):
-    return word.endswith(".py") and not word.startswith("-")
+        scope.update(before)
 
 
 def read_config(path, config):
     """{name: value} that a config file sets; it sees the knobs as set so far, and may set _names."""
     if not os.path.isfile(path):
         fail(f"no config file {path} in {os.getcwd()}")
-    values = {"__builtins__": builtins, **config}
-    exec(compile(Path(path).read_bytes(), path, "exec"), values)
+    values = runpy.run_path(path, config)
     return {n: x for n, x in values.items() if n[0] != "_" and x is not config.get(n)}
 
 
@@ -210,10 +218,11 @@ def accept(written, name, value, config):
         for near in difflib.get_close_matches(name, config, n=1):
             hint = f"did you mean {near}?"
         fail(f"unknown name {name!r} in {written}; {NAMES_ELSEWHERE.get(name, hint)}")
-    default, kind, text = config.default[name], type(config.default[name]), show(value)
+    default, text = config.default[name], show(value)
+    kind = type(default)
     choices = config.choices.get(name, (True, False) if kind is bool else ())
     for choice in choices:
-        if show(choice) == {"1": "true", "0": "false"}.get(text, text.lower()):
+        if show(choice) == text.lower():
             return choice
     with contextlib.suppress(ValueError, OverflowError):  # int(nan), int(inf)
         if kind in (int, float) and kind(float(text)) == float(text):
@@ -234,8 +243,10 @@ def print_help(scope):
     top = re.split(r"(?m)^(?:def|class|@)", Path(scope["__file__"]).read_text(encoding="utf-8"))[0]
     added = [f"{name} = {scope[name]!r}  # {x}" for name, x in scope.get("ADDED_KNOBS", {}).items()]
     print(scope["__doc__"])
-    for line in re.findall(r"(?m)^(?:# \w|#  |[a-z]\w*(?:: \w+)? = ).*", top) + added:
-        print(textwrap.fill(line, line_width(100), subsequent_indent=12 * " "))
+    knobs = r"(?m)^(?:# (?!isort)\w|#  |[a-z]\w*(?:: \w+)? = (?!\[)).*"
+    width = shutil.get_terminal_size((100, 24)).columns
+    for line in re.findall(knobs, top) + added:
+        print(textwrap.fill(line, width, subsequent_indent=12 * " "))
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -243,19 +254,19 @@ def print_help(scope):
 
 @contextlib.contextmanager
 def replacing(path):
-    """Yields `path` + ".tmp" for the caller to write. The file is then fsynced and takes the place
-    of `path` in one rename; on an error, `path` stays as it was."""
-    temporary = Path(f"{path}.tmp")
-    temporary.unlink(missing_ok=True)  # left behind by a kill
+    """Yields a file to write. It is then fsynced and takes the place of `path` in one rename; on an
+    error, `path` stays as it was."""
+    temporary = f"{path}.tmp"
     try:
-        yield temporary
-        with open(temporary, "rb") as file:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # a network disk
-        folder = os.open(temporary.parent, os.O_RDONLY)
+        folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
         os.fsync(folder)
         os.close(folder)
 
@@ -278,8 +289,8 @@ def fingerprint(*paths):
 
 def write_json(path, value):
     """Replace `path` by `value` as JSON: non-finite floats as null, other types by their repr."""
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(clean(value), indent=1, default=repr) + "\n")
+    with replacing(path) as file:
+        file.write(json.dumps(clean(value), indent=1, default=repr).encode() + b"\n")
 
 
 def clean(value):
@@ -305,30 +316,24 @@ def read_json(path):
 # ---- the folder of a run, and its metrics.jsonl --------------------------------------------------
 
 # Fields that follow from seed and code alone. Others are measured, or a fork's, which may be.
-COMPUTED = (
-    "loss grad_norm lr loss_scale skipped tokens sequences epoch val_loss val_accuracy".split()
-)
-COMPUTED += ["val_bpb", "val_tokens", "best_val_loss"]
+COMPUTED = """loss grad_norm lr loss_scale skipped tokens sequences epoch
+    val_loss val_accuracy val_bpb val_tokens best_val_loss""".split()
 
 
 class Folder:
-    """out/NAME, which lock() keeps for this process until the `with` ends; its log, which only rank 0
-    writes. What cannot be written there waits in memory, and no row stands there twice: rows past
-    the checkpoint from which a run goes on stay until the first new one, which takes their place in
-    one rename."""
+    """out/NAME, which lock() keeps for this process until close(), and its log, which only
+    rank 0 writes. Rows past the checkpoint from which a run goes on stay until the first new one,
+    which takes their place in one rename: no row stands twice. What cannot be written waits."""
 
     lock_file = log = about = None  # about: what run.json says
+    kept = None  # of a log in which old rows stand: the lines without them
+    waiting, has_new = b"", False  # lines that are not in the log yet; whether one is a new row's
 
     def __init__(self, path):
         self.path = Path(path)
         self.changing = threading.Lock()  # the thread that saves logs events
-        self.waiting = []  # rows that are not in the log yet
-        self.is_failing = False
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
+    def close(self):
         if self.lock_file:
             self.lock_file.close()
 
@@ -341,6 +346,7 @@ class Folder:
     def lock(self):
         """Make the folder and lock it. Raises BadInput if another run has it, or if it cannot be
         written; where the file system has no locks, that is said."""
+        self.lock_file = None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.lock_file = open(self.path / ".lock", "a")
@@ -353,52 +359,42 @@ class Folder:
                 fail(f"{self.path} cannot be written ({error.strerror}); write --out_dir=FOLDER")
             print0(f"{self.path} cannot be locked ({error.strerror}): start no second run in it")
 
-    def set_aside(self):
-        """For --resume=restart: rename the folder, to NAME.old_1 say, and lock a new one."""
-        os.rename(self.path, self.fresh(".old_", 1))
-        self.lock_file.close()
-        self.lock()
-
     def require_own(self):
         """Raises OSError if the folder is gone, or another run has made one in its place."""
         if not os.path.samestat(os.stat(self.path / ".lock"), os.fstat(self.lock_file.fileno())):
-            raise OSError(errno.ESTALE, "another run has taken the place of this folder")
+            raise OSError("another run has taken the place of this folder")
 
     def begin(self, about, files, place, is_another, is_restart):
         """For a run that starts at `place`, (step, evaluated), or (-1, -1): lock the folder, write
-        run.json and the code, open the log. Returns (its rows past that place, git commit)."""
+        run.json and the code, open the log. Returns its rows past that place."""
         if is_restart and (self.path / "run.json").exists():
-            self.set_aside()
+            os.rename(self.path, self.fresh(".old_", 1))
+            self.lock()
         if not self.lock_file:
             self.lock()
         for leftover in self.path.glob("*.tmp"):  # of a killed run
             leftover.unlink()
         if is_another and (self.path / "best.pt").exists():
             os.replace(self.path / "best.pt", self.path / "best_before.pt")
-        git, diff = git_state()
-        keep_code(self.path / "code", files, diff)
+        keep_code(self.path / "code", files)
         first = {"start": now(), "wandb_id": os.urandom(4).hex()}
         earlier = read_json(self.path / "run.json") if place[0] >= 0 else {}
-        ended = {"end": None, "ended": None}  # if it is killed
-        self.about = first | earlier | about | {"git": git} | ended
+        self.about = first | earlier | about | {"end": None, "ended": None}  # if it is killed
         write_json(self.path / "run.json", self.about)
-        return self.open_log(*place), git["commit"]
+
+        path = self.path / "metrics.jsonl"
+        self.log = open(path, "ab", buffering=0)
+        rows = read_rows(path)
+        kept = b"".join(as_line(row) for row in rows if not is_past(row, *place))
+        if kept != path.read_bytes():  # old rows, or half a line that a kill has left
+            self.kept = kept
+        return [row for row in rows if is_past(row, *place)]
 
     def end(self, ended, state):
         self.about |= {"end": now(), "ended": ended, "state": state}
-        write_json(self.path / "run.json", self.about)
-
-    def open_log(self, step, evaluated):
-        """Open the log of a run that goes on at `step`; -1: that begins. Returns the old rows past
-        it."""
-        self.place, path = (step, evaluated), self.path / "metrics.jsonl"
-        path.touch()
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # half a line that a kill has left
-        rows = read_rows(path)
-        old = [row for row in rows if is_past(row, *self.place)]
-        self.kept = [row for row in rows if not is_past(row, *self.place)] if old else None
-        self.log = open(path, "ab", buffering=0)
-        return old
+        with contextlib.suppress(OSError):  # the disk is full, or the folder is no longer ours
+            self.require_own()
+            write_json(self.path / "run.json", self.about)
 
     def sync(self):
         """Raises OSError if the folder is not ours, or if rows still wait for room on the disk."""
@@ -407,54 +403,40 @@ class Folder:
             self.flush()
             os.fsync(self.log.fileno())
 
-    def write_rows(self, rows):
-        """Append rows. If that fails, it is said once, and training goes on."""
-        with self.changing:
-            for row in rows if self.log else ():
-                finite = clean(row)
-                self.waiting.append(finite if finite == row else finite | {"finite": False})
-            try:
-                self.flush()
-                self.is_failing = False
-            except OSError as error:
-                if not self.is_failing:
-                    print0(f"metrics.jsonl cannot be written ({error.strerror}); its rows wait")
-                self.is_failing = True
+    def write_row(self, row):
+        """Append a row. What cannot be written waits; the next save says why."""
+        if not self.log:
+            return
+        with self.changing, contextlib.suppress(OSError):
+            self.waiting += as_line(row)
+            self.has_new |= row["kind"] != "event"
+            self.flush()
 
     def flush(self):
-        """Raises OSError if rows still wait for room on the disk."""
-        if (
-            self.waiting
-            and self.kept is not None
-            and any(is_past(r, *self.place) for r in self.waiting)
-        ):
+        """Write what waits. Raises OSError if there is no room on the disk."""
+        if self.kept is not None:
+            if not self.has_new:
+                return
             self.require_own()
             path = self.path / "metrics.jsonl"
-            with replacing(path) as temporary:
-                temporary.write_bytes(as_lines(self.kept + self.waiting))
-            self.log, self.kept = open(path, "ab", buffering=0), None
-        elif self.waiting:
-            end = self.log.seek(0, os.SEEK_END)
-            lines = as_lines(self.waiting)
-            if self.log.write(lines) < len(lines):
-                self.log.truncate(end)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if self.kept is not None:
-                self.kept += self.waiting
-        self.waiting = []
+            with replacing(path) as file:
+                file.write(self.kept + self.waiting)
+            self.log = open(path, "ab", buffering=0)
+            self.kept, self.waiting = None, b""
+        while self.waiting:
+            self.waiting = self.waiting[self.log.write(self.waiting) :]
 
 
-def as_lines(rows):
-    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+def as_line(row):
+    return json.dumps(clean(row)).encode() + b"\n"
 
 
 def read_rows(path):
     """The rows of a metrics.jsonl, without half a line that a kill has left; none without a file."""
     rows = []
     for line in Path(path).read_bytes().splitlines() if os.path.exists(path) else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            row = json.loads(line)
-            rows += [row] if key_of(row)[1] >= 0 else []
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
     return rows
 
 
@@ -471,39 +453,38 @@ def is_past(row, step, evaluated):
     return (row["step"], row["kind"] == "eval") > (step, evaluated == step)
 
 
-def differences(old, new, best_metric):
-    """[(field, then, now)] of what differs, in any bit, between two rows of one kind and step, among
-    the fields that follow from seed and code. best_metric: the knob, whose field counts, too."""
-    name, new = best_metric.removeprefix("-"), clean(new)
-    both = [key for key in (*COMPUTED, name, f"best_{name}") if key in old and key in new]
-    return [(key, old[key], new[key]) for key in both if old[key] != new[key]]
+def first_difference(old, new):
+    """The first field that differs, in any bit, between two rows of one kind and step, among those
+    that follow from seed and code: {step, field, then, now}. None if there is none."""
+    new = clean(new)
+    for name in COMPUTED:
+        then, now = old.get(name), new.get(name)
+        if then != now:
+            return {"step": new["step"], "field": name, "then": then, "now": now}
+    return None
 
 
 class Check:
     """Was a resume exact? Compares rows that are computed again with old ones, which a killed process
     has logged past the checkpoint. begin: its step."""
 
-    def __init__(self, old_rows, begin, best_metric):
+    def __init__(self, old_rows, begin):
         self.old = {key_of(row): row for row in old_rows if row["kind"] != "event"}
-        self.best_metric = best_metric
-        self.found = {"from": begin, "compared": 0, "steps": 0, "first_difference": None}
+        self.last = max((step for _, step in self.old), default=begin)
+        self.found = {"from": begin, "steps": 0, "first_difference": None}
 
     def see(self, row):
         """Returns whether the result is known."""
         old, found = self.old.pop(key_of(row), None), self.found
         if old:
-            found["compared"] += 1
             found["steps"] += row["kind"] == "train"
-            for field, then, now in differences(old, row, self.best_metric)[:1]:
-                difference = {"step": row["step"], "field": field, "then": then, "now": now}
-                found["first_difference"] = difference
-        is_last = all(step < row["step"] for _, step in self.old)
-        return is_last or bool(found["first_difference"])
+            found["first_difference"] = first_difference(old, row)
+        return bool(found["first_difference"]) or not self.old or row["step"] > self.last
 
     def result(self, changed):
         """(what is printed, the fields of an event)."""
         words, difference = "nothing to compare with", self.found["first_difference"]
-        if self.found["compared"]:
+        if self.found["steps"]:
             words = f"{self.found['steps']:,} steps computed again, every loss and norm the same"
         if difference:
             words = "other numbers from step {step:,} on: {field} {then} then, {now} now; changed since: "
@@ -515,19 +496,19 @@ def folder_name(config, free, script):
     """The out_dir of a flag; else that of the config file and, in the order of the knobs, what was
     typed, changes a value and makes another run: out/mine,n_layer=2. A script lab.py makes out/run
     to out/lab, and the out_dir of a config file to out/mine,lab."""
-    parent, name = os.path.split(config["out_dir"])
     if "out_dir" in config.typed:
         return config["out_dir"]
-    if script:
-        name = (
-            script.stem
-            if config["out_dir"] == config.default["out_dir"]
-            else f"{name},{script.stem}"
-        )
+    parent, name = os.path.split(config["out_dir"])
+    if script and config["out_dir"] == config.default["out_dir"]:
+        name = script.stem
+    elif script:
+        name += f",{script.stem}"
+    named = config.typed - free | (config.typed & {"max_steps"})
     sizes = {each["batch_size"] * each["accum_steps"] for each in (config, config.base)}
-    unnamed = free - {"max_steps"} | ({"batch_size", "accum_steps"} if len(sizes) == 1 else set())
+    if len(sizes) == 1:  # the same batch in other parts
+        named -= {"batch_size", "accum_steps"}
     for key in config:
-        if key in config.typed - unnamed and config[key] != config.base[key]:
+        if key in named and config[key] != config.base[key]:
             value = show(config[key])
             if key == "init_from":  # the folder and the file of the run that it names
                 value = "-".join(Path(value).resolve().with_suffix("").parts[-2:])
@@ -538,48 +519,41 @@ def folder_name(config, free, script):
 
 # ---- the code of a run ---------------------------------------------------------------------------
 
-TOOLS = (
-    "train.py plumbing.py prepare_data.py sample.py report.py check.py checks replay.py bench.py"
-)
+TOOLS = "train plumbing prepare_data sample report check checks replay bench".split()
 INSTALLED = re.compile(r"-packages|lib.python\d")  # in the path of what is Python's, or a package
-STARTED_IN = Path.cwd()  # sys.argv[0] is relative to it
-script = ""  # the path of a fork's script, in a tool
+script = Path(sys.argv[0]).resolve()  # which Python runs, or of a fork, which a tool was given
 
 
 def script_path():
-    """The .py file of a fork with which Python was started, or which a tool was given. None if that
-    is train.py itself or a tool, or no file of the user's, as in a notebook."""
-    path = Path(STARTED_IN, script or sys.argv[0]).resolve()
-    is_ours = path.parent == REPO and path.stem in TOOLS
-    is_own = path.suffix == ".py" and path.is_file() and not INSTALLED.search(str(path))
-    return path if is_own and not is_ours else None
+    """`script` if it is a file of the user's: not train.py or a tool, nor a notebook's."""
+    is_ours = script.parent == REPO and script.stem in TOOLS
+    is_own = script.suffix == ".py" and script.is_file() and not INSTALLED.search(str(script))
+    return script if is_own and not is_ours else None
 
 
 def code_files(train_file):
     """{name: path} of what computes a run: train.py, model.py, optim.py, dataset.py, the script, and
     the .py files beside it that are loaded; but not plumbing.py and the tools."""
-    own = script_path()
-    home = own.parent if own else REPO
-    files = {path.name: path for path in (Path(train_file).resolve(), own) if path}
-    for name, module in [*sys.modules.items()]:
-        path = Path(getattr(module, "__file__", None) or "-").resolve()
-        is_beside = own and path.is_relative_to(home) and name.partition(".")[0] not in TOOLS
-        if name in ("model", "optim", "dataset"):
+    main = script_path() or Path(train_file).resolve()
+    files = {path.name: path for path in (Path(train_file).resolve(), main)}
+    for name, module in sys.modules.copy().items():
+        path = getattr(module, "__file__", None) or ""
+        # to resolve a thousand paths takes a tenth of a second
+        if INSTALLED.search(path) or not path.endswith(".py") or name.partition(".")[0] in TOOLS:
+            continue
+        path = Path(path).resolve()
+        if path.is_relative_to(main.parent) and path.is_file():  # torch has a mere name
+            files[str(path.relative_to(main.parent))] = path
+        elif name in ("model", "optim", "dataset"):
             files[path.name] = path
-        elif (
-            is_beside
-            and path.suffix == ".py"
-            and path.is_file()
-            and not INSTALLED.search(str(path))
-        ):
-            files[str(path.relative_to(home))] = path
     return files
 
 
-def keep_code(folder, files, diff):
+def keep_code(folder, files):
     """Write the text of `files`, and the diff of the repository, to `folder`. A file that stands
     there with another text is kept under a second name, with a part of its hash."""
-    texts = {name: path.read_bytes() for name, path in files.items()} | {"git.diff": diff}
+    texts = {name: path.read_bytes() for name, path in files.items()}
+    texts["git.diff"] = git("diff", "HEAD")
     for name, text in texts.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -594,82 +568,90 @@ def changed_code(then, files, folder, knobs):
     texts = {digest_of(path): path.read_bytes() for path in folder.rglob("*.py")}
     changed = {}
     for name, digest in then.items():
-        path = files.get(name, REPO / name)
-        now = path.read_bytes() if path.is_file() else b""
-        texts.setdefault(digest, b"")
-        if digest != hashlib.sha256(now).hexdigest() and not same_tree(texts[digest], now, knobs):
-            changed[name] = [digest[:8], hashlib.sha256(now).hexdigest()[:8]]
+        beside = script.parent / name  # not loaded by now
+        path = files.get(name, beside if beside.is_file() else REPO / name)
+        text = path.read_bytes() if path.is_file() else b""
+        now = hashlib.sha256(text).hexdigest()
+        if now != digest and not same_tree(texts.get(digest, b""), text, knobs):
+            changed[name] = [digest[:8], now[:8]]
     return changed
 
 
 def same_tree(one, other, knobs):
     """Whether two texts differ in comments, docstrings, layout and values of knobs alone."""
-    trees = [ast.parse(one), ast.parse(other)]
-    for tree in trees:
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
-                node.value.value = None
-        for node in tree.body:
-            names = re.findall(r"\w+", " ".join(map(ast.unparse, getattr(node, "targets", []))))
-            if names and {*names} <= {*knobs, "train"}:  # peak_lr = 1; train.a, train.b = 1, 2
-                node.value = ast.Constant(None)
-            elif ast.unparse(node).startswith("train.knob("):
-                del node.value.args[1:]  # the default and the comment
-    return bool(one and other) and ast.dump(trees[0]) == ast.dump(trees[1])
+    return bool(one and other) and statements(one, knobs) == statements(other, knobs)
+
+
+def statements(text, knobs):
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
+            node.value.value = None
+    sets = re.compile(r"(?:train\.)?(\w+)(?:: \w+)? = |train\.knob\('(\w+)'").match
+    kept = []
+    for line in map(ast.unparse, tree.body):
+        match = sets(line)
+        if not match or match[match.lastindex] not in knobs:
+            kept.append(line)
+    return kept
 
 
 def changes(saved, facts, files, code):
     """({name: [then, now]} of what has changed since a checkpoint, and of what makes another run: a
-    knob that is not free, data, code). facts: what checkpoints say of a run; files, code: see
+    knob that is not free, data, code, the script). facts: what checkpoints say of a run; files, code: see
     changed_code()."""
     old, new = saved["identity"], facts["identity"]
     then = saved["config"] | saved["run"] | old["knobs"] | old["data"]
     now = facts["config"] | facts["run"] | new["knobs"] | new["data"]
-    names = [name for name in now if then.get(name, now[name]) != now[name]]
-    names = [name for name in names if name not in ("out_dir", "data_dir", "resume")]
-    code = changed_code(old["code"], files, code, {*facts["config"]})
-    changed = {name: [then[name], now[name]] for name in names} | code
-    fixed = {**old["knobs"], **new["knobs"], **new["data"], **code}
+    for name in ("out_dir", "data_dir", "resume"):
+        del now[name]
+    code = changed_code(old["code"], files, code, facts["config"])
+    changed = {name: [then[name], x] for name, x in now.items() if then.get(name, x) != x} | code
+    fixed = {"script", *old["knobs"], *new["knobs"], *new["data"], *code}
     return changed, {name: changed[name] for name in changed if name in fixed}
 
 
 def say_what_is_beside(folder, facts):
     """Print the same run of another length, if it lies beside the folder of one that begins."""
-    config, lengths = facts["config"], ("decay_steps", "warmup_steps")
-    here = {name: x for name, x in facts["identity"]["knobs"].items() if name not in lengths}
+    lengths = {"decay_steps": 0, "warmup_steps": 0}
     for path in folder.path.parent.glob("*/run.json"):
-        other = read_json(path)
+        other, name = read_json(path), shown(path.parent)
         knobs = other.get("identity", {}).get("knobs", {})
-        there = {name: x for name, x in knobs.items() if name not in lengths}
-        if there == here and other["config"]["max_steps"] != config["max_steps"]:
-            name, step = shown(path.parent), other["state"]["step"]
+        is_same = knobs | lengths == facts["identity"]["knobs"] | lengths
+        if is_same and other["config"]["max_steps"] != facts["config"]["max_steps"]:
+            step = other["state"]["step"]
             print0(f"{name} has this run at step {step:,}; to go on there add --out_dir={name}")
 
 
-def git_state():
-    """({commit, dirty} of the repository, its diff). The Docker image has GIT_COMMIT, not .git."""
-    git = ["git", "-C", REPO, f"--git-dir={REPO}/.git", f"--work-tree={REPO}"]  # never a parent's
-    words = ["rev-parse", "HEAD"], ["diff", "HEAD"]
+def git(*words):
+    """What git prints of this repository, never of one around it; nothing where there is none."""
+    command = ["git", "-C", REPO, "--git-dir=.git", *words]
     try:
-        commit, diff = (
-            subprocess.check_output([*git, *w], stderr=subprocess.DEVNULL) for w in words
-        )
-    except (OSError, subprocess.SubprocessError):
-        return {"commit": os.environ.get("GIT_COMMIT"), "dirty": None}, b""
-    return {"commit": commit.decode().strip(), "dirty": bool(diff)}, diff
+        return subprocess.run(command, capture_output=True).stdout
+    except OSError:  # git is not installed
+        return b""
+
+
+def git_commit():
+    """Its commit, with -dirty if files differ. The Docker image has GIT_COMMIT, not .git."""
+    found = git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*").decode().strip()
+    return found or os.environ.get("GIT_COMMIT")
 
 
 # ---- what tools read: a fork's script, a checkpoint, weights -------------------------------------
 
+FORMAT = 3  # of a checkpoint
+
 
 def script_among(words):
-    """(path of a fork's script or "", the other words). It is --script=FILE, or a plain word FILE.py
-    if the file imports train: a config file does not."""
-    imports_train = re.compile(r"(?m)^(import|from)\b.*\btrain\b").search
+    """(path of a fork's script or "", the other words) of a command; None: of this one. It is
+    --script=FILE, or the first FILE.py that imports train, or is a copy of it: a config file does not."""
+    words = sys.argv[1:] if words is None else words
+    is_script = re.compile(r"(?m)^(import|from) .*\b(train|plumbing)\b").search
     for word in words:
         path = word.removeprefix("--script=")
-        is_file = word.endswith(".py") and os.path.isfile(word)
-        if path != word or (is_file and imports_train(Path(word).read_text(encoding="utf-8"))):
+        is_file = path.endswith(".py") and os.path.isfile(path)
+        if path != word or (is_file and is_script(Path(path).read_text(encoding="utf-8"))):
             return path, [other for other in words if other != word]
     return "", words
 
@@ -678,16 +660,27 @@ def load_script(path, train):
     """Execute the script at `path`, once. Returns the module that holds its loop: `train`, or the
     script itself if it is a copy of train.py. Raises BadInput."""
     global script
-    script = os.path.abspath(path)
-    if not os.path.isfile(script):
+    if not path:
+        return train
+    if not os.path.isfile(path):
         fail(f"--script={path}: there is no such file")
-    train.main = partial(fail, f"{path}: write `if __name__ == '__main__':` above its train.main()")
-    sys.path.insert(0, os.path.dirname(script))
-    module = importlib.import_module(Path(script).stem)
-    return module if hasattr(module, "FRESH_STATE") and hasattr(module, "build") else train
+    script = Path(path).resolve()
+    sys.path.insert(0, str(script.parent))
+    refuse = partial(fail, f"{path}: write `if __name__ == '__main__':` above its train.main()")
+    with setting(vars(train), {"main": refuse}):
+        module = importlib.import_module(script.stem)
+    return module if hasattr(module, "FRESH_STATE") else train
 
 
-class Damaged(ValueError):
+def require_script(folder, facts):
+    """Raises BadInput if a script trained the run in `folder`, and none was loaded: no file is executed
+    because a run names it. facts: what a checkpoint or run.json says."""
+    name = facts["run"]["script"]
+    if name != "train.py" and not script_path():
+        fail(f"{folder} is a run of {name}; if that is your code, add --script=PATH/{name}")
+
+
+class Damaged(BadInput):
     """The file is no checkpoint, or was damaged after it was written."""
 
 
@@ -697,24 +690,24 @@ def verify(path):
     try:
         with zipfile.ZipFile(path) as archive:
             is_whole = archive.testzip() is None
-    except OSError:
-        raise
     except Exception as error:  # damage surfaces as any of half a dozen types
-        if isinstance(error.__context__, OSError):  # a read that has failed
-            raise error.__context__ from None
+        cause = error.__context__ or error
+        if isinstance(cause, OSError):
+            raise cause from None
         is_whole = False
     if not is_whole:
         raise Damaged(f"{path} is damaged, cut off, or no checkpoint")
 
 
-def read_checkpoint(path, format):
+def read_checkpoint(path):
     """The dict in a checkpoint, its tensors on the CPU; no code in it can run. Raises Damaged, or
     BadInput if it has another format."""
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise Damaged(f"{path} cannot be read back: {str(error)[:200]}") from error
-    if saved.get("format") != format:
+        why, hint = " ".join(str(error).split()), "keep tensors, numbers and text in what is saved"
+        raise Damaged(f"{path} cannot be read back; {hint}: {why[:200]}") from error
+    if saved.get("format") != FORMAT:
         commit = saved.get("run", {}).get("git_commit", "that its run.json names")
         fail(f"{path} has another format than this code reads; check out the commit {commit}")
     return saved
@@ -723,14 +716,16 @@ def read_checkpoint(path, format):
 def digest_of_state(parts):
     """SHA-256 of all in a checkpoint on which the next steps depend."""
     digest = hashlib.sha256()
-    state = {name: value for name, value in parts["state"].items() if name != "seconds"}
     names = ("model", "optimizer", "scaler", "ema", "extra", "rng")
-    hashed = {name: parts[name] for name in names} | {"state": state}
+    hashed = {name: parts[name] for name in names}
+    hashed["optimizer"] = parts["optimizer"]["state"]  # the groups are not loaded
+    hashed["state"] = parts["state"] | {"seconds": {}}
     for path, leaf in tree_flatten_with_path(hashed)[0]:
-        is_tensor = isinstance(leaf, torch.Tensor)
-        leaf = leaf.reshape(-1).view(torch.uint8).numpy() if is_tensor else repr(leaf).encode()
-        digest.update(str(path).encode())
-        digest.update(leaf)
+        digest.update(f"{path}".encode())
+        if isinstance(leaf, torch.Tensor):
+            digest.update(leaf.reshape(-1).view(torch.uint8).numpy())
+        else:
+            digest.update(repr(leaf).encode())
     return digest.hexdigest()
 
 
@@ -740,21 +735,25 @@ def restore_optimizer(optimizer, saved):
     state = {i: {k: shard_like(weights[i], x) for k, x in saved[i].items()} for i in saved}
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
     for i, moments in state.items():  # torch has cast them to the dtype of the weight
-        for name, value in moments.items():
-            own = optimizer.state[weights[i]]
-            own[name] = value.to(own[name].device) if torch.is_tensor(value) else value
+        own = optimizer.state[weights[i]]
+        own |= {k: x.to(own[k].device) for k, x in moments.items() if torch.is_tensor(x)}
 
 
 def write_copies(folder, parts, names):
     """Write a checkpoint to `folder` under all of `names`."""
-    with replacing(folder / names[0]) as temporary:
-        torch.save(parts, temporary)
+    first = folder / names[0]
+    with replacing(first) as file:
+        try:
+            torch.save(parts, file)
+        except RuntimeError as error:  # of torch's writer; the cause is a full disk
+            raise error.__context__ or error from None
     for name in names[1:]:
-        with replacing(folder / name) as temporary:
-            try:
-                os.link(folder / names[0], temporary)
-            except OSError:  # a file system without hard links
-                shutil.copyfile(folder / names[0], temporary)
+        temporary = folder / f"{name}.tmp"
+        try:
+            os.link(first, temporary)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(first, temporary)
+        os.replace(temporary, folder / name)
 
 
 class Extra(dict):
@@ -772,7 +771,7 @@ class Extra(dict):
         return self.saved | {name: part.state_dict() for name, part in self.items()}
 
 
-def read_weights(path, format):
+def read_weights(path):
     """({name: tensor}, metadata_of() the run) of a checkpoint or a .safetensors file."""
     try:
         if path.endswith(".safetensors"):
@@ -780,10 +779,22 @@ def read_weights(path, format):
 
             with safe_open(path, "pt") as file:
                 return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
-        saved = read_checkpoint(path, format)
-        return saved["model"] | saved["ema"], metadata_of(saved)
+        saved = read_checkpoint(path)
+        return evaluated_weights(saved), metadata_of(saved)
     except Exception as error:
         fail(f"{path}: {error}; expected a checkpoint or a .safetensors file")
+
+
+def evaluated_weights(saved):
+    """{name: weight} of a checkpoint, the averages where there are any: of tied weights, which are
+    equal in every bit, only one has an average."""
+    raw, averages = saved["model"], saved["ema"]
+    weights = raw | averages
+    for name in raw.keys() - averages.keys():
+        for other, average in averages.items():
+            if torch.equal(raw[other], raw[name]):
+                weights[name] = average
+    return weights
 
 
 def metadata_of(saved):
@@ -809,10 +820,9 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
 
 class Signals:
     """Handles signals within its `with`. stop: the first of STOPPING that came, or 0. save: a SIGUSR1
-    asked for a checkpoint. Until is_training is set a stop ends the process at once, since there is
-    nothing to save."""
+    asked for a checkpoint."""
 
-    stop, save, is_training = 0, False, False
+    stop, save = 0, False
 
     def __enter__(self):
         handled = [*STOPPING, signal.SIGUSR1]
@@ -823,13 +833,11 @@ class Signals:
 
     def __exit__(self, *error):
         for number, handler in self.before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python's
+            signal.signal(number, handler)
 
     def handle(self, number, frame):
         if number == signal.SIGUSR1:
             self.save = True
-        elif not self.is_training:
-            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         else:
             self.stop = self.stop or number
             if number == signal.SIGINT:
@@ -901,8 +909,8 @@ class Reader(torch.utils.data.Dataset):
 
 
 DATASET = (
-    "A Dataset of rows becomes one of batches by dataset.Shuffled(rows, train.seed), for validation "
-    "by dataset.InOrder(rows, train.seed)"
+    "A Dataset of rows, or a list, becomes one of batches by dataset.Shuffled(rows, train.seed), for "
+    "validation by dataset.InOrder(rows, train.seed); of a stream write list(stream)"
 )
 
 
@@ -926,11 +934,14 @@ def load_batches(reader, places, workers, prefetch, knobs):
         num_workers=workers,
         prefetch_factor=prefetch if workers else None,
         collate_fn=tuple,  # arrays go through a pipe; tensors would hang on a full /dev/shm
-        worker_init_fn=partial(begin_worker, knobs, os.getpid()),
+        worker_init_fn=partial(begin_worker, knobs),
         generator=torch.Generator(),  # or it would draw a seed from the global generator
     )
     try:
-        yield from loader
+        batches = iter(loader)
+        if workers:  # torch's handler would raise the death of one in the middle of a step
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        yield from batches
     except (AttributeError, TypeError, RuntimeError, OSError, EOFError) as error:
         words = str(error)
         if not workers or "Caught" in words:  # an error of the dataset
@@ -941,22 +952,23 @@ def load_batches(reader, places, workers, prefetch, knobs):
         raise RunFailed(f"a data worker was killed, or cannot start ({words}); {hint}") from error
 
 
-def begin_worker(knobs, parent, worker):
+def begin_worker(knobs, worker):
     """In a worker: set the knobs, ignore what a scheduler sends to all processes, since the run
     decides when its workers end, and end with the run."""
     for module, values in knobs.items():
         vars(sys.modules[module]).update(values)
     for number in (*STOPPING, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    at_death_of_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # it has died before
-        os._exit(1)
+    threading.Thread(target=end_with_run, daemon=True).start()
+
+
+def end_with_run():
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def kill_workers():
     """Python would end workers by SIGTERM, which they ignore, and wait for them."""
-    with contextlib.suppress(RuntimeError):  # torch's handler raises it for one that ends meanwhile
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
         process.kill()
 
@@ -977,9 +989,11 @@ def to_device(batch, device):
 
 def scalars(numbers, source, *needed):
     """`numbers`, {name: scalar}, which `source` returned. Raises RunFailed for anything else."""
-    shapes = {name: tuple(np.shape(x)) for name, x in numbers.items()}
-    if not shapes.keys() >= {*needed} or any(math.prod(shape) != 1 for shape in shapes.values()):
-        raise RunFailed(f"{source}: found {shapes}; expected scalars, with {', '.join(needed)}")
+    kinds = {name: getattr(x, "shape", type(x).__name__) for name, x in (numbers or {}).items()}
+    found = {name: kind if isinstance(kind, str) else tuple(kind) for name, kind in kinds.items()}
+    if not found.keys() >= {*needed} or {*found.values()} - {(), (1,), "int", "float", "bool"}:
+        names = ", ".join(dict.fromkeys(needed))
+        raise RunFailed(f"{source}: found {found}; expected scalars, with {names}")
     return numbers
 
 
@@ -994,6 +1008,9 @@ def joined(device):
         yield
         return
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    # Kept to the end: its destructor waits for threads which may wait for Python's lock
+    joined.group = dist.group.WORLD
+    sys.excepthook = end_script  # torch's own, set here, would lose what it prints by os._exit()
     try:
         total(torch.ones(1, device=device)).item()  # NCCL connects now: its errors are of the start
         yield
@@ -1029,14 +1046,6 @@ def total(tensor):
     return tensor
 
 
-def mean_over_ranks(sums):
-    """{name: scalar}, summed over the ranks and divided by their number, by one message."""
-    if world_size() == 1:
-        return dict(sums)
-    means = total(torch.stack([part.float() for part in sums.values()])) / world_size()
-    return dict(zip(sums, means.unbind(), strict=True))
-
-
 def max_over_ranks(*numbers):
     """The largest of each number over all ranks, by one message between the hosts."""
     most = torch.tensor(numbers)
@@ -1063,7 +1072,6 @@ def from_rank0(function, *args):
             result = error
     result = from_all_ranks(result)[0]
     if isinstance(result, Exception):
-        result.is_told = rank() > 0  # only rank 0 prints it
         raise result
     return result
 
@@ -1128,17 +1136,19 @@ PEAKS = {
 def choose_device(name, deterministic):
     """The torch.device of this rank for --device=name, and torch prepared for it. Raises BadInput if
     it is not available."""
+    found = name
     if name == "auto":
-        found = torch.accelerator.current_accelerator(check_available=True)
+        found = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
-        device = torch.device((found or "cpu") if name == "auto" else name)
+        device = torch.device(found)
         if device.type == "cuda":
-            torch.cuda.set_device(device.index or int(os.environ.get("LOCAL_RANK", 0)))
-            device = torch.device("cuda", torch.cuda.current_device())
+            device = torch.device("cuda", device.index or int(os.environ.get("LOCAL_RANK", 0)))
         torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         why = str(error).partition("\n")[0][:120]
         fail(f"--device={name}: {why}; expected auto, cpu, cuda, cuda:1 or mps")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     prepare_torch(device.type != "mps" if deterministic == "auto" else deterministic, device)
     return device
 
@@ -1146,13 +1156,16 @@ def choose_device(name, deterministic):
 def choose_dtype(name, device, so_far):
     """(dtype's name, why) for --dtype=name. auto: as in the run so far, else 16 bits if the hardware
     computes in them."""
-    if name != "auto" or so_far:
-        return (name, "as given") if name != "auto" else (so_far, "as in the run so far")
+    if name != "auto":
+        return name, "as given"
+    if so_far:
+        return so_far, "as in the run so far"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return "bfloat16" if major >= 8 else "float16", f"compute capability {major}.{minor}"
-    has_bfloat16 = device.type == "mps" or cpu_info()[1] & {"amx_bf16", "avx512_bf16"}
-    return ("bfloat16", "native here") if has_bfloat16 else ("float32", "nothing smaller is native")
+    if device.type == "mps" or cpu_info()[1] & {"amx_bf16", "avx512_bf16"}:
+        return "bfloat16", "native here"
+    return "float32", "nothing smaller is native"
 
 
 def choose_compile(setting, device, flops, steps):
@@ -1183,12 +1196,9 @@ def prepare_torch(deterministic, device):
     # returned to the system, they cost page faults, a fifth of a step or more
     if device.type == "cpu" and sys.platform == "linux":
         libc = ctypes.CDLL(None)
-        for option, value in (
-            (-4, 0),
-            (-1, 2**31 - 1),
-            (-2, 2**26),
-        ):  # M_MMAP_MAX, M_TRIM, M_TOP_PAD
-            getattr(libc, "mallopt", int)(option, value)
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        libc.mallopt(-2, 2**26)  # M_TOP_PAD
     atexit.register(gc.freeze)  # else Python searches all of torch for garbage at exit
 
 
@@ -1217,10 +1227,10 @@ def memory_gb(device):
     at present, without mapped files such as the data. None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    with contextlib.suppress(OSError):  # it is not Linux
-        return (
-            1024 * int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1e9
-        )
+    if sys.platform == "linux":
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(re.search(r"RssAnon:\s*(\d+)", status)[1]) / 1e9
+    return None
 
 
 def gpu_util(device):
@@ -1245,20 +1255,21 @@ def describe(device):
         "device": torch.cuda.get_device_name(device) if is_cuda else cpu_info()[0],
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
         "world_size": world_size(),
         "script": (script_path() or REPO / "train.py").name,
+        "git_commit": git_commit(),
     }
 
 
 def peak_flops(device, name, dtype):
-    """(FLOP/s, in words) for MFU, name: of the device. From its datasheet, else of the fastest of a
-    few square matrix products in doubling sizes. NaN if those of the last size disagree by a quarter:
-    the machine is busy."""
+    """(FLOP/s, in words) for MFU, name: of the device. From its datasheet, else of square matrix
+    products, large enough that one takes 4 ms. NaN if they disagree by a quarter."""
     known = PEAKS.get(name.removeprefix("NVIDIA "))
     if known:
         rate = known[dtype == torch.float32]
         return rate, f"{rate / 1e12:.4g} TFLOP/s (datasheet of the {name})"
-    rate, size, seconds = 0.0, 128, [0.0]
+    size, seconds = 128, [0.0]
     while size < 8192 and min(seconds) < 0.004:  # the next one takes eight times as long
         size *= 2
         a = torch.ones(size, size, device=device, dtype=dtype)
@@ -1267,10 +1278,10 @@ def peak_flops(device, name, dtype):
             torch.mm(a, a)[0, 0].item()  # item() waits for the device
             times.append(time.perf_counter())
         seconds = np.diff(times)
-        rate = max(rate, 2 * size**3 / min(seconds))
-    if rate > 1.25 * 2 * size**3 / np.median(seconds):
+    if np.median(seconds) > 1.25 * min(seconds):
         return math.nan, "n/a, as repeated timings disagree: the machine is busy"
-    return rate, f"{rate / 1e12:.3g} TFLOP/s (measured, products of matrices of up to {size})"
+    rate = 2 * size**3 / min(seconds)
+    return rate, f"{rate / 1e12:.3g} TFLOP/s (measured, products of matrices of {size})"
 
 
 def float64(number):
@@ -1280,22 +1291,23 @@ def float64(number):
 
 
 class Clock:
-    """Adds up seconds by kind: lap(kind) counts the time since the previous lap."""
+    """Adds up state["seconds"] by kind: lap(kind) counts the time since the previous lap."""
 
-    def __init__(self, seconds, started):
-        self.seconds = seconds
+    def __init__(self, state, started):
+        self.state = state
         self.last = started
 
     def lap(self, kind):
         elapsed = time.perf_counter() - self.last
         self.last += elapsed
-        self.seconds[kind] = self.seconds.get(kind, 0.0) + elapsed
+        seconds = self.state["seconds"]
+        seconds[kind] = seconds.get(kind, 0.0) + elapsed
         return elapsed
 
 
 # ---- the console ---------------------------------------------------------------------------------
 
-FIELDS = {  # of the rows of metrics.jsonl: heading, format; "" = it is not shown
+FIELDS = {  # of the rows of metrics.jsonl: heading, format
     "loss": ("loss", "7.4f"),
     "grad_norm": ("norm", "7.3g"),
     "lr": ("lr", "8.2e"),
@@ -1311,46 +1323,35 @@ FIELDS = {  # of the rows of metrics.jsonl: heading, format; "" = it is not show
     "val_tokens": ("tokens", ","),
 }
 FIELDS |= dict.fromkeys(
-    "kind step skipped tokens sequences epoch gpu_util finite best_val_loss".split(), ""
-)
+    "kind step skipped tokens sequences epoch gpu_util best_val_loss".split()
+)  # not shown
 
 
 def shown_fields(row):
     """[(heading, number as text)] of a row, in the order of FIELDS, then a fork's own numbers."""
     cells = []
-    for name in sorted(row, key=lambda name: [*FIELDS, name].index(name)):
-        heading, form = FIELDS.get(name, (name, "8.4g")) or ("", "")
+    names = [name for name in row if FIELDS.get(name, name)]
+    for name in sorted(names, key=lambda name: [*FIELDS, name].index(name)):
+        heading, form = FIELDS.get(name, (name, "8.4g"))
         text = "n/a" if row[name] is None else format(row[name], form)
-        cells += [(heading, text.rjust(len(format(0, form))))] if heading else []
+        cells.append((heading, text.rjust(len(format(0, form)))))
     return cells
 
 
-def print0(*words, colour="", end="\n"):
+def print0(*words, end="\n"):
     """Print on rank 0 only, without control characters, with which a model or a file could type into
-    the terminal. What cannot be written is dropped. colour: an escape sequence, for a terminal."""
+    the terminal. What cannot be written is dropped."""
     if os.environ.get("RANK", "0") != "0":  # torchrun sets it
         return
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # a full disk, a closed pipe
         text = printable(" ".join(map(str, words)))
         if sys.stdout.isatty():
-            text = f"\x1b[K{colour}{text}\x1b[0m"  # K: clear the rest of the line
+            text = f"\x1b[K{text}"  # clear the rest of the line
         print(text, end=end, flush=True)
 
 
 def printable(text):
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", "", text)
-
-
-def print_wrapped(text, colour=""):
-    """Print lines; one that is wider than the terminal goes on below, indented."""
-    for line in text.splitlines():
-        print0(textwrap.fill(line, line_width(), subsequent_indent=9 * " "), colour=colour)
-
-
-def line_width(without=10**6):
-    """Columns of the terminal that stdout is; of a pipe or a file, `without`."""
-    is_terminal = sys.stdout and sys.stdout.isatty()
-    return shutil.get_terminal_size().columns if is_terminal else without
 
 
 def shown(path):
@@ -1369,20 +1370,24 @@ def change_words(changed):
     return re.sub(r"(\.py) \w+ -> \w+", r"\1 has changed", "; ".join(words))
 
 
-def to_paste(script, *words):
-    """The command that runs a script of this repository."""
-    return shlex.join(["python", shown(REPO / script), *map(str, words)])
+def to_paste(tool, *words):
+    """The command that runs a tool of this repository, with the script of the run."""
+    own = script_path()
+    words = [*words, shown(own)] if own else words
+    return shlex.join(["python", shown(REPO / tool), *map(str, words)])
 
 
 PLAN = """\
 run      {folder}
 model    {model}; {parameters:,} parameters
-data     {dataset}: {train_rows:,} sequences, {val_rows:,} to validate
-batch    {batch_size} x {accum_steps} = {batch:,} sequences of {block_size:,}, on {world_size} rank(s)
-steps    {max_steps:,}, {warmup_steps:,} of warmup; {optimizer}, {schedule} {peak_lr:g} to {last:g}
-device   {device}, {threads} threads, deterministic {deterministic}
-dtype    {dtype} ({why[dtype]})
-compile  {compile} ({why[compile]})"""
+data     {data[name]}: {train_rows:,} sequences, {val_rows:,} to validate
+batch    {config[batch_size]} x {config[accum_steps]} = {identity[knobs][batch]:,} sequences of \
+{config[block_size]:,}, on {run[world_size]} rank(s)
+steps    {config[max_steps]:,}, {config[warmup_steps]:,} of warmup; {config[optimizer]}, \
+{config[schedule]} {config[peak_lr]:g} to {last_lr:g}
+device   {run[device]}, {run[threads]} threads, deterministic {run[deterministic]}
+dtype    {config[dtype]} ({why[dtype]})
+compile  {config[compile]} ({why[compile]})"""
 
 
 class Table:
@@ -1396,16 +1401,13 @@ class Table:
     def print_row(self, row):
         """Print a row of metrics.jsonl. A field that is not in FIELDS gets a column of its own."""
         self.row = row
-        cells = [
-            ("   step/total", self.progress(row)),
-            *shown_fields(row),
-            ("   left", self.left(row)),
-        ]
+        cells = [("   step/total", self.progress(row)), *shown_fields(row)]
+        cells.append(("   left", self.left(row)))
         header = " ".join(heading.rjust(len(text)) for heading, text in cells)
         if header != self.header:
             print0(header)
         self.header = header
-        print0(" ".join(text.rjust(len(heading)) for heading, text in cells))
+        print0(*(text.rjust(len(heading)) for heading, text in cells))
 
     def progress(self, row):
         return f"{row['step']:>6}/{self.max_steps:<6}"
@@ -1419,26 +1421,25 @@ class Table:
         numbers are of the row printed last: nothing is asked of the device."""
         if self.row and time.monotonic() > self.live_again and sys.stdout.isatty():
             self.live_again = time.monotonic() + 0.25
-            print0(
-                self.progress(state),
-                f"loss {self.row['loss']:.4f}  {self.left(state)} left",
-                end="\r",
-            )
+            numbers = f"loss {self.row['loss']:.4f}  {self.left(state)} left"
+            print0(self.progress(state), numbers, end="\r")
 
     def print_evaluation(self, row, is_best):
         """Print a row of an evaluation, with every further number that evaluate() returned."""
         words = "  ".join(f"{heading} {text.strip()}" for heading, text in shown_fields(row))
-        best, green = ("  best", "\x1b[32m") if is_best else ("", "")
-        print_wrapped(f"{self.progress(row)} {words}{best}", green)
+        print0(self.progress(row), words, " best" if is_best else "")
+
+
+def require_wandb():
+    if not importlib.util.find_spec("wandb"):
+        fail("--wandb_log=true: wandb is not installed; type: pip install wandb")
 
 
 def start_wandb(project, name, about):
     """The session of Weights & Biases that gets the rows; a run that resumes continues its own. about:
     what run.json says."""
-    try:
-        import wandb
-    except ModuleNotFoundError:
-        fail("--wandb_log=true: wandb is not installed; type: pip install wandb")
+    import wandb
+
     how = {"id": about["wandb_id"], "resume": "allow", "config": about["config"]}
     session = wandb.init(project=project, name=name, **how)
     session.define_metric("step")  # what a fork logs meanwhile moves wandb's own step
