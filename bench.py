@@ -1,358 +1,262 @@
 """Where time and memory go: measures the step, data and model that train.py itself runs.
 
     python bench.py config/shakespeare.py
-    python bench.py config/shakespeare.py --n_layer=6 --n_embd=384 --only=ladder,profile
-    python bench.py --script=examples/images.py --only=memory    # a fork; also as a plain word
+    python bench.py config/shakespeare.py --n_layer=6 --only=profile,ladder
+    python bench.py examples/images.py --only=memory    # a fork
 
-Takes train.py's flags and those below. Writes the results to bench.json in out_dir (after Ctrl-C
-those of the parts that finished); a run that lies there is not touched. Run nothing else meanwhile.
-"""
+Takes train.py's flags and those below; a run in out_dir is not touched. What is compared is timed in
+turn: A B C A B C ... A figure is the median of the rounds, ± half of their range without the lowest
+and the highest round; it is n/a where that range is more than a quarter of the median: the rounds
+disagree. Run nothing else meanwhile."""
 
-import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
+import plumbing  # first: it sets what torch reads when it is imported
 
 # isort: split
 import contextlib
+import copy
+import io
 import itertools
 import math
 import os
-import shlex
+import re
 import sys
+import tempfile
 import time
-from dataclasses import dataclass, replace
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import record_function
 
-import plain
+import optim
 import train
-from checks import processes
-from plumbing import cli, code, compiler, console, data, forks, machine, weights
-from plumbing.cli import configured, fail, folder_name, run_script
-from plumbing.console import REPO, print0
-from plumbing.files import write_json
-from plumbing.run_folder import RunFolder, now
-from plumbing.snapshot import tensors
+from checks import plain
+from plumbing import fail, print0
 
-# The measurement
-only = "peak,ladder,profile,memory,overhead"  # parts to run, in this order
-rounds = 5  # timings of each candidate, interleaved; the median counts, [1, inf)
-timing_seconds = 0.5  # approximate length of one timing, (0, inf)
-trace = False  # write trace.json from the profile part, for https://ui.perfetto.dev
-script = ""  # a fork that imports train, replaces some of it and calls train.main(); "" = train.py
+only = "profile,memory,ladder,workers,overhead"  # parts to measure, in this order
+rounds = 5  # timings of each candidate
+timing_seconds = 0.5  # approximate length of one timing
+
+MS = 1e-3
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # at level 5 the profiler prints "USDT:" lines
 
 
-# ---- the run that is measured --------------------------------------------------------------------
+def main(argv: list[str] | None = None) -> int:
+    script, words = plumbing.script_among(argv)
+    loop = plumbing.load_script(script, train)
+    own = plumbing.knobs_in(globals())
+    flags = [word for word in words if word.partition("=")[0].removeprefix("--") not in own]
+    with plumbing.configured(vars(loop), globals(), argv=words):
+        for name in only.split(","):
+            if name not in PARTS:
+                fail(f"--only={only}: no part {name!r}; there are {', '.join(PARTS)}")
+        try:
+            for name in only.split(","):
+                PARTS[name](loop, [*flags, "--resume=restart"])  # build() then loads no checkpoint
+        finally:
+            plumbing.kill_workers()  # which ignore signals
+    return 0
 
 
-@dataclass(eq=False)
-class Job:
-    """What every part measures: the run that the flags describe."""
-
-    run: train.Run  # as train.build() made it; its folder is empty, and for the runs made here
-    config: dict  # every knob, before "auto" is resolved
-    argv: list  # flags and config files as typed, for subprocesses
-    script: str  # train.py, or the script that changes it
-    folder: Path  # out_dir, which may hold a real run
-    device: torch.device
-    meta: dict  # of the dataset
-    peak: tuple  # (FLOP/s or None, source of the figure)
-
-    def fresh_run(self, datasets=None):
-        """A new run by the current values of train.py's knobs, on the data of the job's run, unless
-        others are given; with the weights of --init_from."""
-        start = SimpleNamespace(device=self.device, folder=self.run.folder, path=None, reasons={})
-        datasets = datasets or (self.run.train_data, self.run.val_data, self.run.facts["data"])
-        with configured(vars(train), argv=[]) as config:
-            run = train.build_run(config, start, datasets)
-        if train.init_from:
-            weights.begin_from(run, train.init_from, None)
-        return run
-
-    def batch(self):
-        reader = data.Reader(self.run.train_data, train.seed)
-        return data.to_device(reader[0, train.sequences_at(0)], self.device)
-
-    def ready_run(self):
-        """(a new run with its batches, the model with which train.py trains it, compiled or not)"""
-        run = self.fresh_run()
-        model = compiler.warm_up(run, train.compile, train.forward_backward, self.batch)
-        run.batches = train.load_batches(run)
-        return run, model
+# ---- timings, figures, tables --------------------------------------------------------------------
 
 
-# setting(name=value): sets globals of train.py in a block, or in a function that it decorates
-setting = partial(cli.setting, vars(train))
-
-
-# ---- timings and tables --------------------------------------------------------------------------
+def timed(steps, device):
+    """{name: [seconds of a call in each round]} of {name: function}, timed in turn."""
+    counts = {}
+    for name, step in steps.items():
+        step()
+        counts[name] = max(1, round(timing_seconds / seconds_of(step, 1, device)))
+    times = {name: [] for name in steps}
+    for name in [*steps] * rounds:
+        steps[name]()  # warms up, and uses up what workers have read meanwhile
+        times[name].append(seconds_of(steps[name], counts[name], device))
+    return times
 
 
 def seconds_of(step, count, device):
-    """Mean seconds per call of step()."""
-    machine.synchronize(device)
-    start = time.perf_counter()
+    """Mean seconds of a call of step()."""
+    synchronize(device)
+    began = time.perf_counter()
     for _ in range(count):
         step()
-    machine.synchronize(device)
-    return (time.perf_counter() - start) / count
+    synchronize(device)
+    return (time.perf_counter() - began) / count
 
 
-def medians(steps, device):
-    """{name: median seconds per call} of {name: function}, timed in turn: A B C A B C ..."""
-    counts = {}
-    for name, step in steps.items():
-        step()  # warms up
-        counts[name] = max(1, round(timing_seconds / seconds_of(step, 1, device)))
-    times = {name: [] for name in steps}
-    for name in list(steps) * rounds:
-        times[name].append(seconds_of(steps[name], counts[name], device))
-    return {name: median(times[name]) for name in times}
+def synchronize(device):
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
 
 
-def print_table(rows, **formats):
-    """Print {name: {column: value}} as a table with a column per format; ".1f M" is in millions."""
-    names = ["", *rows]
-    columns = [[name.ljust(max(map(len, names))) for name in names]]
-    for key, how in formats.items():
-        cells = [key.replace("_", " "), *(cell(row.get(key, ""), how) for row in rows.values())]
-        columns.append([each.rjust(max(map(len, cells))) for each in cells])
-    for line in zip(*columns, strict=True):
-        print0(" ", "  ".join(line))
-
-
-def cell(value, how):
-    if isinstance(value, str):
-        return value
-    if value is None or not math.isfinite(value):
+def figure(values, form, unit=1.0, least=0.0):
+    """The median of the rounds ± half their range, in words. least: a range that is no disagreement,
+    however small the median is."""
+    values = sorted(value / unit for value in values)
+    if len(values) >= 5:
+        values = values[1:-1]
+    spread = values[-1] - values[0]
+    middle = median(values)
+    if not spread <= max(middle / 4, least):  # NaN, too
         return "n/a"
-    how, _, unit = how.partition(" ")
-    return format(value / {"": 1, "M": 1e6, "G": 1e9, "T": 1e12}[unit], how)
+    return f"{middle:{form}} ± {spread / 2:{form}}"
+
+
+def print_times(title, times):
+    """A table of {name: [seconds of a step in each round]}; a gain is a ratio within a round."""
+    print_row(f"\n{title}", "ms a step", "gain on the one before")
+    before = None
+    for name, each in times.items():
+        gains = [old / new for old, new in zip(before or each, each, strict=True)]
+        print_row(f"  {name}", figure(each, ".2f", MS), figure(gains, ".2f") if before else "")
+        before = each
+
+
+def print_row(name, *cells):
+    print0(f"{name:<32}" + "".join(f"{cell:>24}" for cell in cells))
+
+
+def variant(run, **changes):
+    """The same run, with the same weights, computed in another way."""
+    other = copy.copy(run)
+    vars(other).update(changes)
+    return other
 
 
 # ---- time ----------------------------------------------------------------------------------------
 
 
-def peak(job):
-    """The fastest matrix product of each dtype, beside the datasheet's, and memory bandwidth."""
-    device = job.device
-    rows = {}
-    for dtype in ("float32", "bfloat16", "float16"):
-        row = {"datasheet": machine.datasheet_peak(machine.device_name(device), dtype)}
-        with contextlib.suppress(RuntimeError):  # a dtype that this device does not support
-            row["measured"], row["n"] = machine.matmul_rate(device, getattr(torch, dtype))
-        rows[dtype] = row
-    source = torch.ones(2**26 if device.type == "cpu" else 2**28, device=device)
-    bandwidth = 2 * source.nbytes / min(seconds_of(source.clone, 1, device) for _ in range(6))
-    print0(f"\npeak: TFLOP/s of an n-cubed matrix product, {torch.get_num_threads()} threads")
-    print_table(rows, measured=".2f T", n=",.0f", datasheet="g T")
-    print0(
-        f"  memory: {bandwidth / 1e9:.1f} GB/s, reads plus writes, copying {source.nbytes:,} bytes"
-    )
-    return {"flops_per_sec": rows, "bytes_per_sec": bandwidth}
-
-
-def ladder(job):
-    """What each technique gains on top of those before it; the last rung is what deterministic mode
-    costs. A technique that the run does not have is left out. All rungs share one model. The first
-    has an optimizer that is not fused, so the host waits: only then does it know whether to skip.
-    MFU is relative to the peak of train.dtype on all rungs."""
-    may_compile, _ = machine.choose_compile(job.config["compile"], job.device, math.inf, 10**9)
-    with setting(compile=may_compile, num_workers=0):
-        run, model = job.ready_run()
-    torch._logging.set_logs(recompiles=False)  # the last rung compiles once more
-    workers = train.num_workers or 2
-    with setting(num_workers=workers):
-        run_ahead = replace(run, batches=train.load_batches(run))
-    knobs = train.peak_lr, train.weight_decay, train.beta1, train.beta2, train.momentum
-    not_fused = train.configure_optimizers(run.model, train.optimizer, *knobs, "none")
-    slow_run = replace(run, optimizers=not_fused)
-    in_float32 = setting(dtype="float32")
-    rungs = {
-        "float32, eager, waits for the host": in_float32(stepper(slow_run, run.model)),
-        "fused optimizer, no wait": in_float32(stepper(run, run.model)),
-    }
-    if train.dtype != "float32":
-        rungs[f"autocast {train.dtype}"] = stepper(run, run.model)
-    if model is not run.model:
-        rungs["compile"] = stepper(run, model)
-    rungs[f"{workers} workers"] = last = stepper(run_ahead, model)
-    if train.deterministic:
-        rungs["not deterministic"] = not_deterministic(last)
-    seconds = medians(rungs, job.device)
-    tokens = train.sequences_at(0) * train.block_size
-    first = before = next(iter(seconds.values()))
-    result = {}
-    for name, spent in seconds.items():
-        rate = tokens / spent
-        flops = train.flops_per_token(run.model) * rate
-        result[name] = {
-            "ms": 1000 * spent,
-            "tokens_per_sec": rate,
-            "tflops": flops / 1e12,
-            "mfu": flops / job.peak[0] if flops <= job.peak[0] else math.nan,
-            "to_before": before / spent,
-            "to_first": first / spent,
-        }
-        before = spent
-    print0(f"\nladder: each technique on top of those before; medians of {rounds}, interleaved")
-    print_table(
-        result,
-        ms=".2f",
-        tokens_per_sec=",.0f",
-        tflops=".3g",
-        mfu=".1%",
-        to_before=".2f",
-        to_first=".2f",
-    )
-    return {"rungs": result}
-
-
-def stepper(run, model):
-    """A function that takes the next step of `run`, as the loop of train.train does."""
-    return partial(train.take_step, run, model, is_witness=True)
-
-
-def not_deterministic(step):
-    """`step`, a function, with torch's deterministic mode off while it runs."""
-
-    def without():
-        torch.use_deterministic_algorithms(False)
-        step()
-        torch.use_deterministic_algorithms(True)
-
-    return without
-
-
-def profile(job):
+def profile(loop, flags):
     """Where the time of a step goes, from torch.profiler, and its ten most expensive operations.
 
-    CPU: time of the host by region, as shares of a profiled step, which takes `slowdown` times as
-    long. CUDA: time of the kernels that a region launched, as shares of an unprofiled step; the
-    rest is idle. "optimizer" is train_step without forward and backward."""
-    run, model = job.ready_run()
-    seconds = medians({"": stepper(run, model)}, job.device)[""]
-    count = max(3, min(50, round(timing_seconds / seconds)))
-    run.batches = iter(record_function("data")(partial(next, run.batches)), None)
-    step = stepper(run, record_function("forward")(model))
-    train_step = record_function("train_step")(train.train_step)
-    with torch.profiler.profile() as profiler, setting(train_step=train_step):
-        profiled = seconds_of(step, count, job.device)
-    if trace:
-        profiler.export_chrome_trace(str(job.folder / "trace.json"))
-    averages = profiler.key_averages()
-    on_gpu = job.device.type == "cuda"
-    kind, whole = ("device", seconds) if on_gpu else ("cpu", profiled)
-    spent = dict.fromkeys(("forward", "backward", "optimizer", "data", "train_step"), 0.0)
+    CPU: time of the host by region, as shares of a profiled step, which takes longer. GPU: time of
+    the kernels that a region launched, as shares of an unprofiled step; the rest is idle.
+    "optimizer" is train_step without forward and backward."""
+    shares = {}
+    with loop.build(flags) as run:
+        on_gpu = run.device.type == "cuda"
+        run.batches = loop.load_batches(run)
+        step = partial(loop.take_step, run)
+        seconds = timed({"": step}, run.device)[""]
+        count = max(2, min(50, round(timing_seconds / median(seconds))))
+        run.batches = iter(record_function("data")(partial(next, run.batches)), None)
+        run.wrapped = record_function("forward")(run.wrapped)
+        marked = record_function("train_step")(loop.train_step)
+        with plumbing.setting(vars(loop), {"train_step": marked}):
+            for _ in range(rounds):
+                with torch.profiler.profile() as profiler:
+                    profiled = seconds_of(step, count, run.device)
+                averages = profiler.key_averages()
+                whole = count * (median(seconds) if on_gpu else profiled)
+                for name, spent in regions(averages, on_gpu).items():
+                    shares.setdefault(name, []).append(spent / whole)
+    shares["idle"] = [1 - sum(each) for each in zip(*shares.values(), strict=True)]
+    print_row("\nprofile: a step", "", f"{figure(seconds, '.2f', MS)} ms")
+    for name, each in shares.items():
+        print_row(f"  {name}", "", figure(each, ".1%", least=0.05))
+    by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    print0(averages.table(by, row_limit=10, max_name_column_width=40))
+
+
+def regions(averages, on_gpu):
+    """{region: seconds}, from the averages of a profiler."""
+    spent = Counter()
     for average in averages:
-        is_backward = average.key.startswith("autograd::engine::evaluate_function")
-        name = "backward" if is_backward else average.key
-        if name in spent and average.device_type == DeviceType.CPU:
-            spent[name] += getattr(average, f"{kind}_time_total") / 1e6 / count
+        if average.device_type == DeviceType.CPU:
+            is_backward = average.key.startswith("autograd::engine::evaluate_function")
+            time = average.device_time_total if on_gpu else average.cpu_time_total
+            spent["backward" if is_backward else average.key] += time / 1e6
     # on a GPU autograd launches the backward pass in a thread of its own, outside train_step
     within = spent["forward"] + (0 if on_gpu else spent["backward"])
-    spent["optimizer"] = spent.pop("train_step") - within
-    shares = {name: time / whole for name, time in spent.items()}
-    shares["idle"] = 1 - sum(shares.values())
-    ms = 1000 * seconds
-    slowdown = profiled / seconds
-    print0(f"\nprofile: {ms:.2f} ms a step; under the profiler {slowdown:.2f} times that")
-    rows = {name: {"ms": share * ms, "share": share} for name, share in shares.items()}
-    print_table(rows, ms=".2f", share=".1%")
-    print0(averages.table(f"self_{kind}_time_total", row_limit=10, max_name_column_width=40))
-    return {"step_ms": ms, "slowdown": slowdown, "shares": shares}
+    spent["optimizer"] = spent["train_step"] - within
+    return {name: spent[name] for name in ("forward", "backward", "optimizer", "data")}
 
 
-# ---- the overhead of the loop --------------------------------------------------------------------
+def ladder(loop, flags):
+    """What each technique gains on top of those before it, on one model. The first rung has an
+    optimizer that is not fused, so the host waits: only then does it know whether to skip."""
+    with loop.build([*flags, "--compile=false", "--num_workers=0"]) as run:
+        run.batches = loop.load_batches(run)
+        not_fused = loop.configure_optimizer(run.model, run.config, "none")
+        for group in not_fused.param_groups:
+            group["initial_lr"] = group["lr"]
+        fused = variant(run, dtype=torch.float32)
+        rungs = {"float32, eager, not fused": variant(fused, optimizer=not_fused)}
+        rungs["fused optimizer"] = fused
+        if run.dtype != torch.float32:
+            rungs[f"autocast {run.dtype}"] = run
+        if plumbing.choose_compile("auto", run.device, math.inf, 10**9)[0]:
+            rungs["compile"] = run = variant(run, wrapped=plumbing.compiled(run.model))
+        steps = {name: partial(loop.take_step, rung) for name, rung in rungs.items()}
+        if torch.are_deterministic_algorithms_enabled():
+            steps["not deterministic"] = partial(take_step_not_deterministic, loop, run)
+            torch._logging.set_logs(recompiles=False)  # it is compiled once more
+        print_times("ladder: each on top of those before", timed(steps, run.device))
 
 
-def overhead(job):
-    """What train.py's promises cost: whole runs of the same steps by train.py and by plain.py, in
-    turn, each with its start and an evaluation before and after."""
-    if job.script != train.__file__:
-        print0("\noverhead: n/a, plain.py is train.py's loop, not that of a fork")
-        return {}
-    run, model = job.ready_run()
-    inputs, targets, _ = next(run.batches)
-    step = partial(train.train_step, model, run, inputs, targets, train.peak_lr)
-    steps = max(2, round(20 * timing_seconds / seconds_of(step, 2, job.device)))
-    knobs = {name: value for name, value in run.facts["config"].items() if name in vars(plain)}
-    knobs |= {"max_steps": steps, "eval_interval": 0, "log_interval": 10, "schedule": "linear"}
-    knobs["device"] = job.device.type
-    times = {"plain.py": [], "train.py": []}
-    with TemporaryDirectory() as folder:
-        Path(folder, "data").symlink_to(Path(job.config["data_dir"]).resolve())
-        for name in list(times) * rounds:
-            began = time.perf_counter()
-            words = [f"--{key}={value}" for key, value in knobs.items()]
-            words += ["--resume=restart", "--report=false"] if name == "train.py" else []
-            processes.output_of([REPO / name, *words], cwd=folder)
-            times[name].append(time.perf_counter() - began)
-    rows = {name: {"seconds": median(each)} for name, each in times.items()}
-    over_plain = rows["train.py"]["seconds"] / rows["plain.py"]["seconds"] - 1
-    rows["train.py"]["over_plain"] = over_plain
-    print0(f"\noverhead: whole runs of {steps} steps, medians of {rounds}, in turn")
-    print_table(rows, seconds=".2f", over_plain="+.2%")
-    return {"steps": steps, "times": times, "over_plain": over_plain}
+def take_step_not_deterministic(loop, run):
+    torch.use_deterministic_algorithms(False)
+    loop.take_step(run)
+    torch.use_deterministic_algorithms(True)
+
+
+def workers(loop, flags):
+    """What workers gain that read batches ahead."""
+    steps = {}
+    with loop.build(flags) as run:
+        for count in (0, 1, 2):
+            loop.num_workers = count
+            each = variant(run, batches=loop.load_batches(run))
+            steps[f"{count} workers"] = partial(loop.take_step, each)
+        print_times("workers", timed(steps, run.device))
 
 
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def memory(job):
-    """Tensor memory of an eager step, measured at a micro-batch and at half of it. What passes
-    within a step grows with the sequences in it, so the line through both says what twice as many
-    need, and how many fit."""
-    free = machine.free_memory(job.device)  # None if the system does not say
-    rows = {}
-    for name in ("without grad_checkpoint", "with grad_checkpoint"):
-        with setting(grad_checkpoint=name.startswith("with ")):
-            row = measured_memory(job, max(2, train.batch_size))
-            size = row["micro_batch"]
-            half = measured_memory(job, max(1, size // 2))
-        a_sequence = (row["measured"] - half["measured"]) / max(1, size - half["micro_batch"])
-        row["twice"] = row["measured"] + size * a_sequence
-        if free and a_sequence > 0:
-            row["fits"] = size + (0.9 * free - row["measured"]) // a_sequence
-        rows[name] = row
-    print0(
-        "\nmemory: MB of tensors at the peak of an eager step\n"
-        "  passing: activations, gradients and what else lives only within a step; twice: predicted\n"
-        "  for twice the micro-batch, by a line through this and half of it; fits: the largest\n"
-        f"  micro-batch in 90% of {cell(free, '.1f G')} GB free"
-    )
-    columns = dict.fromkeys(("weights", "moments", "passing", "measured", "twice"), ",.1f M")
-    print_table(rows, micro_batch=",.0f", **columns, fits=",.0f")
-    return {"here": rows, "available": free}
+def memory(loop, flags):
+    """Tensor memory at the peak of an eager step. What passes within a step grows with the sequences
+    in it: a line through the micro-batch and half of it predicts twice as many, and how many fit
+    into 90% of the memory that is free."""
+    size = max(2, loop.batch_size)
+    flags = [*flags, "--compile=false"]
+    half = measured(loop, flags, size // 2)
+    whole = measured(loop, flags, size)
+    a_sequence = (whole - half) / (size - size // 2)
+    try:
+        twice = measured(loop, flags, 2 * size)
+    except (RuntimeError, MemoryError):  # what fitted once does not fit twice
+        twice = math.nan
+    print_row("\nmemory: an eager step", "MB predicted", "measured")
+    print_row(f"  {size} sequences", "", f"{whole / 1e6:,.1f}")
+    predicted = whole + size * a_sequence
+    print_row(f"  {2 * size} sequences", f"{predicted / 1e6:,.1f}", f"{twice / 1e6:,.1f}")
+    free = free_memory(plumbing.choose_device(loop.device, loop.deterministic))
+    fits = size + (0.9 * free - whole) // a_sequence
+    print0(f"  {free / 1e9:.1f} GB are free: room for a micro-batch of {fits:,.0f}")
 
 
-def measured_memory(job, size):
-    """{kind: bytes} of an eager step on micro-batches of `size` sequences, or of as many as fit, its
-    `micro_batch`. `measured` is the peak: what stays after a step, plus the most that it adds."""
-    with setting(batch_size=size, accum_steps=min(train.accum_steps, 2)):  # 2: gradients are there
-        run = job.fresh_run()
-        take_step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
+def measured(loop, flags, size):
+    """Bytes of tensors at the peak of an eager step on micro-batches of `size` sequences: weights,
+    averages, buffers, moments, and what passes within the step."""
+    accum_steps = min(loop.accum_steps, 2)  # 2: gradients are there already
+    how = [*flags, f"--batch_size={size}", f"--accum_steps={accum_steps}"]
+    with loop.build(how) as run:
+        batch = loop.batch_at(run, 0, loop.sequences_at(0))
+        take_step = partial(loop.train_step, run, *batch, loop.min_lr)
         take_step()  # creates the moments, and what libraries allocate once
-    run.model.zero_grad(set_to_none=True)
-    for optimizer in run.optimizers:
-        optimizer.found_inf = None  # or the profiler complains of a tensor that it has not seen
-    passing = most_allocated(take_step, job.device)
-    weights = nbytes([*run.model.parameters(), *run.model.buffers(), run.ema])
-    moments = nbytes(optimizer.state_dict() for optimizer in run.optimizers)
-    return {
-        "micro_batch": run.state["micro_batch"],
-        "weights": weights,
-        "moments": moments,
-        "passing": passing,
-        "measured": weights + moments + passing,
-    }
+        run.model.zero_grad(set_to_none=True)
+        tensors = [*run.model.parameters(), *run.model.buffers(), *run.ema.values()]
+        for state in run.optimizer.state.values():
+            tensors += filter(torch.is_tensor, state.values())
+        lasting = sum(tensor.nbytes for tensor in tensors)
+        return lasting + most_allocated(take_step, run.device)
 
 
 def most_allocated(function, device):
@@ -369,83 +273,66 @@ def most_allocated(function, device):
     return max(itertools.accumulate(nbytes for _, nbytes in changes))
 
 
-def nbytes(values):
-    return sum(tensor.nbytes for tensor in tensors(list(values)))
+def free_memory(device):
+    """Bytes that are free on the device; NaN if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    text = Path("/proc/meminfo").read_text() if sys.platform == "linux" else ""
+    kilobytes = re.findall(r"MemAvailable: +(\d+)", text) or [math.nan]
+    return 1024 * float(kilobytes[0])
 
 
-PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead)}
+# ---- the overhead of the loop --------------------------------------------------------------------
+
+# What plain.py does as well, and how it does it
+EQUAL = (
+    "--compile=false --num_workers=0 --ema_decay=0 --warmup_steps=1 --eval_interval=0 --eval_tokens=1 "
+    "--save_interval=0 --log_interval=10 --report=false --wandb_log=false"
+).split()
 
 
-# ---- which parts ---------------------------------------------------------------------------------
+def overhead(loop, flags):
+    """What train.py's promises cost: the steps of whole runs of train.py and of checks/plain.py, in
+    turn and in this process, so with the same settings of torch and of the allocator."""
+    if plumbing.script_path():
+        print0("\noverhead: n/a: checks/plain.py is the loop of train.py, not that of a script")
+        return
+    flags = [*flags, *EQUAL]
+    steps = max(30, round(10 * timing_seconds / seconds_of_plain(loop, flags, 3)))
+    times = {"checks/plain.py": [], "train.py": []}
+    for _ in range(rounds):
+        times["checks/plain.py"].append(seconds_of_plain(loop, flags, steps))
+        times["train.py"].append(seconds_of_train(loop, flags, steps))
+    print_times(f"overhead: whole runs of {steps} steps", times)
 
 
-@contextlib.contextmanager
-def job_of(words, script, *scopes):
-    """A context with the Job that the flags `words` describe. scopes: more globals with knobs."""
-    strict = torch.are_deterministic_algorithms_enabled()
-    scopes = vars(train), globals(), *scopes
-    try:
-        with configured(*scopes, argv=words) as config, TemporaryDirectory() as scratch:
-            with train.build([f"--out_dir={scratch}", "--resume=auto"]) as run:
-                name = folder_name(config, code.script())
-                if config.get("against"):
-                    name += named(config, words)
-                with setting(max_steps=10**9):  # no part ends early; decay_steps has its value
-                    yield Job(
-                        run,
-                        config,
-                        words,
-                        script,
-                        Path(name),
-                        run.device,
-                        run.facts["data"]["meta"],
-                        machine.peak_flops(run.device, train.dtype),
-                    )
-    finally:
-        torch.use_deterministic_algorithms(strict)
+def seconds_of_plain(loop, flags, steps):
+    """Seconds of a step of checks/plain.py in a run of `steps`."""
+    with loop.build([*flags, f"--max_steps={steps}"]) as run, contextlib.ExitStack() as stack:
+        if optim.emulates_bfloat16(run.device):  # torch's Muon, too, computes in float32 then
+            stack.enter_context(patch.object(torch.Tensor, "bfloat16", torch.Tensor.float))
+        knobs = SimpleNamespace(**run.config | {"device": run.device.type})
+        began = time.perf_counter()
+        taken = plain.train(knobs, run.model, run.train_data.tokens)
+        for step, (loss, _) in enumerate(taken, 1):
+            if step % 10 == 0:  # as train.py logs it
+                loss.item()
+        synchronize(run.device)
+        return (time.perf_counter() - began) / steps
 
 
-def named(config, words):
-    """The end of a folder's name: the words of --against that `words` lack."""
-    known = {word.removeprefix("--script=") for word in words}
-    others = [word for word in shlex.split(config["against"]) if word not in known]
-    return "".join(f",{os.path.basename(word).removeprefix('--')}" for word in others) + ",against"
+def seconds_of_train(loop, flags, steps):
+    """Seconds of a step of train.py in a run of `steps`."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        code = loop.main([*flags, f"--max_steps={steps}", f"--out_dir={folder}/run"])
+        if code:  # it was stopped
+            raise SystemExit(code)
+        state = plumbing.read_json(Path(folder, "run/run.json"))["state"]
+        return state["seconds"]["train"] / steps
 
 
-def measure(own, argv):
-    """Run the parts that --only names. own: globals() of the script, with its PARTS. Returns what
-    its JSON file holds: {part: result}, and facts."""
-    path, words = forks.script_among(sys.argv[1:] if argv is None else argv)
-    if path and forks.load(path, train) is not train:
-        fail(f"--script={path}: it is a copy of train.py; expected a script that imports train")
-    with job_of(words, path or train.__file__, own) as job:
-        parts = own["only"].split(",")
-        for part in set(parts) - set(own["PARTS"]):
-            fail(f"--only={own['only']}: no part {part!r}; there are {', '.join(own['PARTS'])}")
-        path = job.folder / f"{Path(own['__file__']).stem}.json"
-        resolved = {name: vars(train)[name] for name in ("dtype", "compile", "deterministic")}
-        facts = {
-            "date": now(),
-            "command": sys.argv,
-            "git": code.git_state()[0],
-            "dataset": job.run.facts["data"]["name"],
-            "config": job.config | resolved,
-            **machine.describe_machine(job.device),
-        }
-        with RunFolder(job.folder).refusing():
-            job.folder.mkdir(parents=True, exist_ok=True)
-            write_json(path, facts)
-        console.print_plan(job.run, job.peak, changed={})
-        print0(f"results  {console.shown(path)}: {', '.join(parts)}")
-        for part in parts:
-            facts[part] = own["PARTS"][part](job)
-            write_json(path, facts)
-        return facts
-
-
-def main(argv=None):
-    measure(globals(), argv)
+PARTS = {f.__name__: f for f in (profile, memory, ladder, workers, overhead)}
 
 
 if __name__ == "__main__":
-    sys.exit(run_script(main))
+    plumbing.exit_process(main())

@@ -1,345 +1,206 @@
-"""Ask a run: what happened at step N, where did two runs part, can its log be computed again?
+"""What happened at step N of a run, can its log be computed again, and where did two runs part?
 
-    python replay.py out/shakespeare --step=812            # writes replay_00000812.md
-    python replay.py out/shakespeare --verify=true         # all of it again, to the first difference
-    python replay.py out/shakespeare --against=out/again   # the first row and tensor that differ
+    python replay.py out/shakespeare --step=812          # its numbers, weights and text
+    python replay.py out/shakespeare --verify=true       # all of it, up to the first difference
+    python replay.py out/shakespeare out/again           # where two logs part
+    python replay.py out/mine mine.py --step=9  # a fork: what a run names is not executed
 
-It computes with train.py's own loop, in a scratch folder, with the flags that the run had at each
-step. The run's folder is only read, so the run may be going on, and no file is executed because the
-run names it: for a run of another script add --script=my_fork.py. For a run of several ranks write
-torchrun --standalone --nproc_per_node=2 replay.py in place of python replay.py. Exit code: 0 if all
-is equal, 1 if not."""
+It computes with the functions of train.py and the knobs that the run had at each step, and writes
+nothing, so the run may be going on. A flag of train.py wins over the run's own value: where it was
+another machine's, --data_dir=FOLDER or --device=cpu. For a run of several ranks write
+torchrun --standalone --nproc_per_node=2 replay.py in place of python replay.py.
 
-import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
+Exit code: 0 all is equal, 1 something differs, 2 bad input; 125 two logs are equal as far as the
+shorter goes, which `git bisect run` takes as "cannot tell"."""
+
+import plumbing  # first: it sets what torch reads when it is imported
 
 # isort: split
+import contextlib
+import itertools
+import math
 import os
-import shutil
-import signal
-import sys
-import time
-from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
-from operator import itemgetter
 from pathlib import Path
-from tempfile import gettempdir
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 import train
-from checks.run_log import RunLog, first_difference, in_words
-from plumbing import checkpoint, cli, forks, machine, ranks
-from plumbing.cli import RunFailed, fail
-from plumbing.console import LIVE_SECONDS, is_first_rank, on_terminal, print0
-from plumbing.hooks import Hook
-from plumbing.log import Witness
-from plumbing.resume import known_changes
-from reporting import step_page as steps
+from plumbing import fail, print0
+from prepare_data import tokenizer_of
 
-data_dir = ""  # folder of the datasets; "" = where the run found its own
-script = ""  # that trained the run, if not train.py
+step = 0  # to show
+verify = False  # compute the whole log again
 
-# One step
-step = 0  # to show; with --verify=true the last one to compute, 0 = that of the run; with --against
-#  the one whose tensors are compared, 0 = where the logs part, [0, inf)
-
-# Many steps
-verify = False  # compute the run again, up to the first number that differs
-since = 0  # begin at the newest checkpoint up to this step, [0, inf); 0 = at the beginning
-against = ""  # folder of another run: name the first row, knobs and tensor that differ
-
-
-ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # names a group of ranks in torchrun's store
-FREE = {  # knobs on which no bit of a step depends
-    "report": False,
-    "wandb_log": False,
-    "audit_interval": -1,
-    "num_workers": 0,
-    "log_interval": 1,
-    "sample_interval": 0,
-    "milestone_interval": 0,
-}
+SHOWN = 8  # sequences of a step
 
 
 def main(argv: list[str] | None = None) -> int:
-    names = []
-    with cli.configured(globals(), argv=argv, names=names):
-        if len(names) != 1 or not (step or verify or against):
-            fail("expected RUN --step=N, RUN --verify=true or RUN --against=OTHER")
-        run = RunLog(names[0])
-        if against:
-            return where_they_part(run, RunLog(against))
-        return verify_run(run) if verify else show_step(run)
+    script, words = plumbing.script_among(argv)
+    loop = plumbing.load_script(script, train)
+    folders = []
+    with plumbing.configured(vars(loop), globals(), argv=words, words=folders) as config:
+        if len(folders) == 2:
+            return where_they_part(*folders)
+        if len(folders) != 1 or verify == (step > 0):
+            fail("expected RUN --step=N, RUN --verify=true, or RUN OTHER")
+        log = Log(folders[0])
+        plumbing.require_script(log.path, log.facts)
+        if step > log.last:
+            fail(f"--step={step}: {log.path} has the steps 1 to {log.last}")
+        torch.set_num_threads(log.facts["run"]["threads"])
+        changed = replay(log, loop, {name: config[name] for name in config.typed})
+        print0(f"{log.path}: {log.problem or 'all numbers are those of the log'}")
+        print0(f"changed in its course or since: {changed or 'nothing that is known'}")
+        return int(log.problem != "")
 
 
-# ---- the script that trained a run: only what the user typed is executed -------------------------
+def where_they_part(*folders):
+    """Print the first difference of two logs. Returns the exit code."""
+    one, other = map(Log, folders)
+    files = {path.name: path for path in other.path.glob("code/*.py")}
+    changed, _ = plumbing.changes(one.facts, other.facts, files, one.path / "code")
+    print0(f"changed: {plumbing.change_words(changed) or 'nothing that is known'}")
+    for row in other.rows.values():
+        if difference := one.difference(row):
+            print0(f"the logs part at {difference}")
+            return 1
+    print0(f"equal up to step {min(one.last, other.last)}; they end at {one.last}, {other.last}")
+    return 0 if one.last == other.last else 125  # one is shorter
 
 
-def loop_of(run: RunLog) -> ModuleType:
-    """The module with the loop that trained a run: train, also where what was typed replaces
-    functions of it, or what was typed, where that is a copy of train.py. Raises BadInput if
-    something else trained the run: then says what to type."""
-    is_own = run.script == "train.py"
-    if script and not (against and is_own):  # then the other run is of the script
-        return forks.load(script, train)
-    if not is_own:
-        found = f"{run.path} was trained by {run.script}"
-        fail(f"{found}; if that is your code, add its path: --script={run.script}")
-    return train
+class Log:
+    """What the folder of a run says. Raises BadInput if it holds no run.
+
+    facts: run.json; rows: {(kind or event, step): row}; last: their last step; problem: the first
+    difference, in words."""
+
+    problem = ""
+
+    def __init__(self, folder):
+        self.path = Path(folder)
+        self.facts = plumbing.read_json(self.path / "run.json")
+        self.events = plumbing.read_rows(self.path / "metrics.jsonl")
+        if "identity" not in self.facts or not self.events:
+            fail(f"{folder} holds no run; expected the out_dir of train.py, such as out/run")
+        self.rows = {plumbing.key_of(row): row for row in self.events}
+        self.last = max(at for _, at in self.rows)
+
+    def difference(self, row):
+        """In words: the first number in which `row` differs from the log, or ""."""
+        key = plumbing.key_of(row)
+        kind, at = key
+        if key not in self.rows:
+            return f"step {at}: no such row" if kind == "train" and at < self.last else ""
+        found = plumbing.first_difference(self.rows[key], row)
+        return "step {step}: {field} {then} -> {now}".format(**found) if found else ""
+
+    def course(self, state):
+        """Yields (knobs, row) of each step and evaluation after `state`, until there is a problem.
+        run.json has the last knobs, and each resume says what it has changed."""
+        knobs, course = self.facts["config"], []
+        for row in reversed(self.events):
+            if row["kind"] != "event":
+                course.append((knobs, row))
+            knobs = knobs | {name: pair[0] for name, pair in row.get("changed", {}).items()}
+        for knobs, row in reversed(course):
+            is_past = plumbing.is_past(row, state["step"], state["evaluated"])
+            if is_past and not (self.problem if verify else row["step"] > step):
+                yield knobs, row
+
+    def see(self, run, row):
+        """One of train.on_row: compare a row that is computed again."""
+        key = plumbing.key_of(row)
+        self.problem = self.problem or self.difference(row)
+        for name in ("lr", "loss", "grad_norm", "skipped") if key == ("train", step) else ():
+            print0(f"{name:>12} {self.rows[key][name]} in the log, {row[name]} computed")
 
 
-# ---- one step ------------------------------------------------------------------------------------
+# ---- computing it again --------------------------------------------------------------------------
 
 
-def show_step(run: RunLog) -> int:
-    """Write the page of a step, and say whether the numbers on the way to it are computed again."""
-    again = Replay(run, step, looks=1).compute()
-    if is_first_rank():
-        steps.write_step_page(run.path, step, again.verdict(), again.seen[step])
-    return int(again.comparison.first_difference is not None)
+def replay(log, loop, typed):
+    """Compute a run again by the functions of `loop`, train or a script: from its beginning or, to
+    show a step, from the newest checkpoint before it. typed: knobs that have another value now.
+    Returns what has changed, in words."""
+    device = log.facts["config"]["device"]
+    fixed = {"out_dir": log.path, "resume": "restart", "device": device, **typed}
+    saved = None
+    before = [path for path in plumbing.checkpoints(log.path) if plumbing.step_of(path) < step]
+    if before:
+        plumbing.verify(before[0])
+        saved = plumbing.read_checkpoint(before[0])
+    course = log.course(saved["state"] if saved else train.FRESH_STATE)
+    device = plumbing.choose_device(fixed["device"], loop.deterministic)
+    seeing = {"on_row": [*loop.on_row, log.see]}
+    with (
+        plumbing.joined(device),  # ranks can join only once
+        plumbing.setting(vars(loop), seeing),
+    ):
+        for knobs, part in itertools.groupby(course, lambda pair: pair[0]):
+            with loop.build(flags_of(log, knobs | fixed, saved)) as run:
+                if saved:
+                    put_back(loop, run, saved)
+                vars(loop).update(num_workers=0, log_interval=0)
+                run.batches = loop.load_batches(run)
+                run.peak = math.nan  # not measured
+                if run.facts["data"]["fingerprint"] != log.facts["data"]["fingerprint"]:
+                    fail(f"{log.path}: its data is not in {loop.data_dir}; type --data_dir=FOLDER")
+                for _, row in part:
+                    compute(loop, run, row)
+                    log.problem = plumbing.from_all_ranks(log.problem)[0]  # rank 0 has seen the row
+                saved = plumbing.from_all_ranks(loop.checkpoint_of(run))[0]
+    changed, _ = plumbing.changes(log.facts, run.facts, run.files, log.path / "code")
+    for row in log.events:
+        changed |= row.get("changed", {})
+    return plumbing.change_words(changed)
 
 
-# ---- all steps -----------------------------------------------------------------------------------
+def flags_of(log, knobs, saved):
+    """The flags for train.build() of a run that begins anew, or goes on with the checkpoint `saved`."""
+    if saved and not os.path.exists(knobs["init_from"]):
+        knobs["init_from"] = ""
+    return [f"--{name}={plumbing.show(knobs[name])}" for name in log.facts["config"]]
 
 
-def verify_run(run: RunLog) -> int:
-    """Compare the checkpoints with the log, then compute the run again, up to the first number that
-    differs."""
-    faults = faults_of(run)
-    if faults:
-        print0("\n".join(faults))
-        return 1
-    again = Replay(run, step or run.last).compute()
-    print0(again.verdict())
-    if again.comparison.first_difference:
-        return 1
-    print0(
-        f"covered: {again.comparison.equal} rows, the hash of each save, the checkpoints that are "
-        "there\nnot covered: rows removed from the end, a missing best.pt, times, text, other events"
-    )
-    return 0
+def put_back(loop, run, saved):
+    """As train.py resumes."""
+    loop.restore(run, saved)
+    if saved["identity"]["knobs"] != run.facts["identity"]["knobs"]:  # by --resume=force
+        run.state |= {name: loop.FRESH_STATE[name] for name in loop.BEST}
 
 
-def faults_of(run: RunLog) -> list[str]:
-    """In words: checkpoints that are damaged or not those that the log has. A file that is missing
-    is no fault."""
-    faults = []
-    for path in checkpoint.newest_first(run.path):
-        fault = "not what was saved: its hash is not in the log"
-        try:
-            if checkpoint.digest_of_state(checkpoint.load(path)) in run.hashes:
-                continue
-        except checkpoint.Damaged as error:
-            fault = f"damaged: {error}"
-        faults.append(f"{path} is {fault}; to go on without it: mv {path} {path}.corrupt")
-    return faults
+def compute(loop, run, row):
+    """Compute a row of the log again: a step, or an evaluation."""
+    if row["kind"] == "eval":
+        if verify or loop.plateau_factor < 1:
+            loop.record_evaluation(run)
+        return
+    is_shown = row["step"] == step
+    before = [weight.detach().clone() for weight in run.model.parameters()] if is_shown else []
+    with contextlib.suppress(plumbing.RunFailed):  # the last of ten that are not finite
+        loop.take_step(run)
+        loop.log_steps(run)
+    if is_shown:
+        show_step(loop, run, before)
 
 
-# ---- two runs ------------------------------------------------------------------------------------
-
-
-def where_they_part(one: RunLog, other: RunLog) -> int:
-    """Say where two runs part, in which knobs they differ, and which of them is computed again
-    here; if both are, the first tensor that differs."""
-    last = min(one.last, other.last)
-    found = first_difference(one.path, other.path, last=last)
-    at = found["step"] if found else last
-    here, there = (run.stretches(-1, at)[-1][0] for run in (one, other))
-    for name in here:
-        if here[name] != there.get(name):
-            print0(f"{name}: {here[name]}, {there.get(name)}")
-    if not found:
-        print0(f"equal: all numbers of the steps up to {last}")
-        return 0
-    print0(f"the runs part at {in_words(found)}")
-    print0(first_tensor(one, other, step or max(at, one.first + 1, other.first + 1)))
-    return 1
-
-
-def first_tensor(one: RunLog, other: RunLog, at: int) -> str:
-    """In words: which of two runs is not computed again here; or else the first thing that differs
-    in the step before `at`, or in that step."""
-    found = {}
-    # a script may replace functions of train, so its run comes second
-    for run in sorted((one, other), key=lambda run: run.script != "train.py"):
-        found[run] = Replay(run, at, looks=2).compute()
-    replays = found.values()
-    if wrong := [again.verdict() for again in replays if again.comparison.first_difference]:
-        return "\n".join(wrong)
-    here, there = found[one].seen, found[other].seen
-    for number in sorted(here.keys() & there.keys()):
-        if words := steps.first_in_traces(here[number]["traces"], there[number]["traces"]):
-            return f"both are computed again; the first difference in step {number}: {words}"
-    return "both are computed again, and no tensor differs"
-
-
-# ---- computing again -----------------------------------------------------------------------------
-
-
-class Replay(Hook):
-    """Computes a run again with train.main() up to the step `last`, and compares each row with the
-    log.
-
-    It begins at the newest checkpoint before the steps to be looked at: the newest `looks` ones.
-    With none it begins as the run did, or by --since, and ends at the first difference. Raises
-    BadInput if the run has no such step."""
-
-    def __init__(self, run: RunLog, last: int, looks: int = 0):
-        if not max(run.first, since) < last <= run.last:
-            steps_of = f"{run.path} has the steps {run.first + 1} to {run.last}"
-            fail(f"--step={last} --since={since}: {steps_of}")
-        self.logged = run
-        self.loop = loop_of(run)
-        self.shown = [last - back for back in range(looks)]
-        self.end_at = last
-        latest = last - looks if looks else max(since, run.first)
-        self.begin_at, self.path, self.content = start_before(run, latest)
-        self.stop = last  # the last step that is computed with the same settings
-        self.is_over = False  # whether that step is computed
-        if self.begin_at < run.rolled_back:
-            fail(
-                f"{run.path} went on with other data after step {run.first}, and no checkpoint "
-                "from there is left; to begin at a later one: --since=STEP"
-            )
-        rows = run.rows_between(self.begin_at, last)
-        self.comparison = Witness(rows, run.knobs["best_metric"], whole=True)
-        self.seen = {}  # {step: what steps.look_at() returns}
-        self.here = {}  # what computes, as in run.json
-        self.screen = sys.stdout  # while train.main() prints nothing
-        self.began = self.shown_at = time.monotonic()
-        self.at = 0  # the step that was computed last
-
-    def is_refuted(self) -> bool:
-        """Whether there is a difference, after which nothing else is to be seen."""
-        return bool(self.comparison.first_difference) and not self.shown
-
-    # ---- what train.main() calls -----------------------------------------------------------------
-
-    def begin(self, run: Any) -> None:
-        self.here = run.facts["run"]
-
-    def row(self, row: dict, is_kept: bool) -> None:
-        if self.begin_at < row["step"] <= self.end_at:
-            self.comparison.see(row)
-
-    def step(self, run: Any, take: Callable[[], dict], inputs, targets, lr: float) -> dict:
-        number = run.state["step"] + 1
-        if number not in self.shown:
-            return take()
-        numbers, seen = steps.look_at(self.loop, take, run, inputs, targets, lr)
-        if against:
-            seen["traces"] = ranks.from_all_ranks(seen["trace"])
-        self.seen[number] = seen
-        return numbers
-
-    def due(self, run: Any, due: SimpleNamespace) -> None:
-        at = self.at = run.state["step"]
-        # a kill or a stop may have come between the last step and its evaluation
-        is_due = due.evaluation and at < self.logged.last
-        due.evaluation = is_due or (at, "eval") in self.logged.rows
-        due.save_now |= (at, "saved") in self.logged.rows
-        if self.is_refuted() or self.stop == at:
-            run.stop_with = "computed again", 1
-        with redirect_stdout(self.screen):
-            self.show_progress(at)
-
-    def show_progress(self, at: int) -> None:
-        """On a terminal a line that changes, elsewhere one a minute."""
-        now = time.monotonic()
-        pause, end = (LIVE_SECONDS, "\r") if on_terminal() else (60, "\n")
-        if now < self.shown_at + pause:
-            return
-        self.shown_at = now
-        a_step = (now - self.began) / (at - self.begin_at + 1)
-        minutes, seconds = divmod(int(a_step * (self.end_at - at)), 60)
-        print0(f"step {at}/{self.end_at}, {minutes}:{seconds:02} left", end=end)
-
-    def end(self, run: Any, ended: str) -> None:
-        self.is_over = ended == "computed again"
-        if self.is_over:  # else it failed, maybe on one rank alone
-            if self.stop == self.end_at:
-                self.comparison.close()
-            self.comparison = ranks.from_rank0(lambda: self.comparison)
-
-    # ---- from the start to the end ---------------------------------------------------------------
-
-    def compute(self) -> "Replay":
-        """Returns itself. Raises RunFailed if the end is not reached."""
-        run = self.logged
-        place = self.path.name if self.path else "its beginning"
-        print0(f"computing {run.path} from {place} to step {self.end_at}")
-        port = os.environ.get("MASTER_PORT", os.getpid())  # all ranks need the same folder
-        scratch = Path(gettempdir(), f"replay_{port}_{os.environ.get(ATTEMPT)}")
-        resume = "auto" if self.path else run.began_from or "auto"
-        try:
-            if is_first_rank():
-                scratch.mkdir(0o700)
-                if self.path:
-                    torch.save(self.content, scratch / checkpoint.file_name(self.begin_at))
-            for settings, stop in run.stretches(self.begin_at, self.end_at):
-                self.stop = stop
-                self.is_over = False
-                self.compute_part(settings, scratch, resume)
-                resume = "auto"
-                if self.is_refuted():
-                    break
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-        return self
-
-    def compute_part(self, settings: dict, scratch: Path, resume: str) -> None:
-        path = self.logged.path
-        count = settings["ranks"]
-        if count != int(os.environ.get("WORLD_SIZE", 1)):
-            how = f"torchrun --standalone --nproc_per_node={count} replay.py ..."
-            fail(f"step {self.stop} of {path} was computed by {count} ranks: {how}")
-        # each group of ranks needs a name of its own, as the one before has left its keys there
-        os.environ[ATTEMPT] = os.environ.get(ATTEMPT, "0") + "_"
-        torch.set_num_threads(settings["threads"])
-        config = self.logged.facts["config"]
-        knobs = settings | FREE | {"out_dir": scratch, "resume": resume, "device": config["device"]}
-        knobs["data_dir"] = data_dir or settings["data_dir"]
-        flags = [f"--{name}={cli.show(knobs[name])}" for name in config]
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-            code = self.loop.main(flags, hooks=[self])
-        if code > 128:
-            name = signal.Signals(code - 128).name
-            failure = RunFailed(f"interrupted by {name} at step {self.at} of {self.end_at}")
-            failure.exit_code = code
-            raise failure
-        if not self.is_over:
-            raise RunFailed(f"{path}: this code ends before step {self.stop} of the log")
-
-    def verdict(self) -> str:
-        """In words: whether all was computed again; if not, the first difference, and what is known
-        to have changed since the run began."""
-        run = self.logged
-        difference = self.comparison.first_difference
-        if not difference:
-            steps_of = f"steps {max(0, self.begin_at) + 1} to {self.end_at}"
-            return f"{steps_of}: all logged numbers are computed again, bit for bit"
-        changed = [name for event in run.resumes for name in event["changed"]]
-        changed += known_changes(run.facts["run"], self.here, ("data", "files"))
-        words = f"{run.path} is not what this code computes here: {in_words(difference)}"
-        names = ", ".join(dict.fromkeys(changed))
-        return f"{words}; known to have changed: {names or 'nothing'}"
-
-
-def start_before(run: RunLog, latest: int) -> tuple[int, Path | None, dict]:
-    """(step, path, content) of the newest checkpoint up to step `latest` with a hash that the log
-    has; without a path: begin as the run did."""
-    hashes = {save.get("sha256") for save in run.saves}
-    starts = [(-1, None, {})]
-    for path in checkpoint.newest_first(run.path) if latest else ():
-        with suppress(checkpoint.Damaged, OSError):
-            content = checkpoint.load(path)
-            at = content["state"]["step"]
-            if at <= latest and checkpoint.digest_of_state(content) in hashes:
-                starts.append((at, path, content))
-    return max(starts, key=itemgetter(0))
+def show_step(loop, run, before):
+    """Print the text of the step that was just taken, and the norms of the gradients (clipped), the
+    weights and the updates. before: the weights before it."""
+    meta = run.facts["data"]["meta"]
+    if "tokenizer" in meta:
+        count = loop.sequences_at(step - 1)
+        inputs, _ = loop.batch_at(run, run.state["sequences"] - count, min(count, SHOWN))
+        for ids in tree_leaves(inputs)[0].tolist():
+            print0(repr(tokenizer_of(meta).decode(ids)))
+    print0("    gradient      weight      update")
+    for (name, weight), old in zip(run.model.named_parameters(), before, strict=True):
+        if weight.grad is not None:
+            tensors = weight.grad, weight, weight - old
+            norms = [plumbing.full(tensor.norm()) for tensor in tensors]
+            print0("{:12.4g}{:12.4g}{:12.4g}".format(*norms), name)
 
 
 if __name__ == "__main__":
-    machine.exit_process(cli.run_script(main))
+    plumbing.exit_process(main())

@@ -4,15 +4,14 @@ bias, GELU by its tanh approximation, and a head that shares the embedding's wei
     python examples/gpt2.py --n_layer=4                 # from random weights
     python examples/gpt2.py config/gpt2_124m.py
     python examples/gpt2.py --bias=false --gelu=none    # the model of nanoGPT's recipes
-    python examples/gpt2.py --weights=FOLDER --block_size=256 --peak_lr=3e-5 --min_lr=3e-6 ...
+    python examples/gpt2.py config/gpt2_124m.py --init_from=FOLDER/model.safetensors ...
 
---weights=FOLDER sets the shape and --init_from, by config.json and model.safetensors as Hugging
-Face publishes GPT-2; typed flags win, and a smaller block_size takes the first positions. The
-dataset needs the same vocabulary: python prepare_data.py NAME --input=FILE --tokenizer=gpt2. Names
-and layout of the weights here are those of such a file, so sample.py --export writes one, too. It
-was tried with files that the library `transformers` wrote, not with the published ones. Of
-train.py's flags for the model, block_size, n_layer, n_head, n_embd, dropout and grad_checkpoint
-have an effect.
+The last starts with weights as Hugging Face publishes GPT-2; the shape must be that of config.json
+beside them, but a smaller block_size takes the first positions. The dataset needs the same
+vocabulary: python prepare_data.py NAME --input=FILE --tokenizer=gpt2. Names and layout of the
+weights here are those of such a file, so sample.py --export writes one, too. It was tried with files
+that the library `transformers` wrote, not with the published ones. Of train.py's flags for the
+model, block_size, n_layer, n_head, n_embd and dropout have an effect.
 """
 
 import math
@@ -22,25 +21,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import model  # noqa: E402
+import plumbing  # noqa: E402
 import train  # noqa: E402
-from model import InvalidShape, accuracy, causal_attention, cross_entropy  # noqa: E402
-from plumbing import cli, weights  # noqa: E402
-from plumbing.dropout import Dropout  # noqa: E402
-from plumbing.files import read_json  # noqa: E402
+from model import Dropout, InvalidShape, accuracy, causal_attention, cross_entropy  # noqa: E402
 
-SHAPE = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions"}
-REQUIRED = {  # what else in a config.json decides what the weights compute
-    "model_type": "gpt2",
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-5,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "tie_word_embeddings": True,
-}
 # In some files: masks of the past, and the embedding once more
 NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
 
@@ -73,10 +59,10 @@ class Block(nn.Module):
         self.mlp.c_proj = Conv1D(4 * width, width, bias)
         self.dropout = Dropout(config["dropout"])
 
-    def forward(self, x, cache=None, mask=None):
+    def forward(self, x, cache=None):
         heads = self.attn.c_attn(self.ln_1(x)).unflatten(2, (3, self.n_head, -1))  # (B, T, 3, H, D)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
-        y = causal_attention(q, k, v, self.dropout.p if self.training else 0.0, cache, mask)
+        y = causal_attention(q, k, v, self.dropout.p if self.training else 0.0, cache)
         x = x + self.dropout(self.attn.c_proj(y.transpose(1, 2).flatten(2)))
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
@@ -86,11 +72,9 @@ class GPT2(nn.Module):
 
     def __init__(self, config, vocab_size):
         super().__init__()
-        config = {"bias": True, "gelu": "tanh"} | config  # which older checkpoints do not have
         width = config["n_embd"]
         if width % config["n_head"]:
             raise InvalidShape(f"--n_embd={width}: expected a multiple of --n_head")
-        self.config = config
         self.wte = nn.Embedding(vocab_size, width)
         self.wpe = nn.Embedding(config["block_size"], width)
         self.dropout = Dropout(config["dropout"])
@@ -101,25 +85,20 @@ class GPT2(nn.Module):
                 # so many add up in the residual stream
                 terms = 2 * len(self.h) if name.endswith("c_proj.weight") else 1
                 nn.init.normal_(weight, std=0.02 / math.sqrt(terms))
+        self.register_load_state_dict_pre_hook(adapt)
 
     @property
     def blocks(self):
-        """What --shard=true gathers one at a time."""
+        """What generate() keeps keys and values of, and --shard=true gathers one at a time."""
         return self.h
 
     def forward(self, inputs, targets=None, last_only=False, cache=None):
-        """inputs, targets: int64 (B, T). The logits (B, T, V), or only the last (B, 1, V); with
-        targets their mean cross entropy instead, ignoring those of -100; in eval mode (that,
-        {"accuracy": share of right predictions})."""
+        """As model.GPT.forward(): the logits, or with targets their mean cross entropy."""
         positions = torch.arange(inputs.size(1), device=inputs.device)
         first = -1 if cache and cache[0] else 0
         x = self.dropout(self.wte(inputs) + self.wpe(positions))[:, first:]
-        mask = model.visible(inputs, x.size(1))
         for block in self.h:
-            if self.config["grad_checkpoint"] and torch.is_grad_enabled():
-                x = checkpoint(block, x, None, mask, use_reentrant=False)
-            else:
-                x = block(x, cache, mask)
+            x = block(x, cache)
         x = self.ln_f(x[:, -1:] if last_only else x)
         logits = F.linear(x, self.wte.weight)
         if targets is None:
@@ -129,58 +108,23 @@ class GPT2(nn.Module):
 
     def flops_per_token(self):
         """As model.GPT.flops_per_token: the embedding counts once, for the head."""
-        weights = sum(weight.numel() for weight in self.parameters() if weight.ndim > 1)
-        length, width = self.wpe.weight.shape
-        return 6 * (weights - length * width) + 12 * len(self.h) * width * length
+        weights = sum(weight.numel() for weight in [*self.h.parameters(), self.wte.weight])
+        return 6 * weights + 12 * len(self.h) * self.wpe.weight.numel()
 
 
-# ---- weights in Hugging Face's layout ------------------------------------------------------------
+def adapt(model, weights, *_):
+    """Make of the weights in a file of Hugging Face, {name: tensor}, those of `model`."""
+    for name in [*weights]:
+        tensor = weights.pop(name)
+        if not name.endswith(NOT_WEIGHTS):
+            weights[name.removeprefix("transformer.")] = tensor
+    weights["wpe.weight"] = weights["wpe.weight"][: len(model.wpe.weight)]
 
 
-def shape_in(folder):
-    """{knob: value} of config.json in `folder`. Raises BadInput if it is not that of a GPT-2."""
-    path = Path(folder, "config.json")
-    config = REQUIRED | read_json(path)
-    shape = {knob: config.get(name) for knob, name in SHAPE.items()}
-    if not REQUIRED.items() <= config.items() or None in shape.values():
-        cli.fail(
-            f"{path} is missing or not that of a GPT-2; expected {REQUIRED} and {[*SHAPE.values()]}"
-        )
-    return shape
-
-
-def read(path, inner=weights.read):
-    """As weights.read, but also of Hugging Face's files, and of no more positions than needed."""
-    tensors, facts = inner(path)
-    tensors = {
-        name.removeprefix("transformer."): tensor
-        for name, tensor in tensors.items()
-        if not name.endswith(NOT_WEIGHTS)
-    }
-    if "wpe.weight" in tensors:
-        tensors["wpe.weight"] = tensors["wpe.weight"][: train.block_size]
-    if path.with_name("config.json").exists():
-        facts = {name: str(value) for name, value in shape_in(path.parent).items()}
-    return tensors, facts
-
-
-def read_flag() -> None:
-    """Replace --weights=FOLDER in the command by --init_from, with the file's shape as defaults."""
-    for n, word in enumerate(sys.argv):
-        if word.startswith("--weights="):
-            folder = word.partition("=")[2]
-            vars(train).update(shape_in(folder))
-            sys.argv[n] = f"--init_from={folder}/model.safetensors"
-
-
-weights.read = read
-train.knob(
-    "bias", True, "in linear layers and LayerNorm; false = none, as nanoGPT's recipes; fixed"
-)
-train.knob("gelu", "tanh", "tanh | none; how it is approximated; none = as nanoGPT; fixed")
+train.knob("bias", True, "in linear layers and LayerNorm; false = none, as nanoGPT's recipes")
+train.knob("gelu", "tanh", "tanh | none; how it is approximated; none = as nanoGPT")
 train.__doc__ = __doc__
 train.build_model = GPT2
 
 if __name__ == "__main__":
-    read_flag()
-    sys.exit(cli.run_script(train.main))
+    plumbing.exit_process(train.main())

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import plumbing  # noqa: E402
 import train  # noqa: E402
+from dataset import InOrder, Shuffled, fingerprint  # noqa: E402
 from model import accuracy  # noqa: E402
-from plumbing.data import InOrder, Shuffled  # noqa: E402
 
 CLASSES = 10  # directions, 18 degrees apart
 SIZE = 16  # pixels to a side
@@ -31,17 +32,16 @@ Y, X = np.mgrid[:SIZE, :SIZE]
 
 
 class Images(torch.utils.data.Dataset):
-    """`count` images of that seed, from number `begin` on: (float32 (1, SIZE, SIZE), class). No single
-    pixel tells the class."""
+    """The images of these numbers: (float32 (1, SIZE, SIZE), class). No single pixel tells the class."""
 
-    def __init__(self, seed, begin, count):
-        self.seed, self.begin, self.count = seed, begin, count
+    def __init__(self, numbers):
+        self.numbers = numbers
 
     def __len__(self):
-        return self.count
+        return len(self.numbers)
 
     def __getitem__(self, index):
-        generator = np.random.default_rng([self.seed, self.begin + index])
+        generator = np.random.default_rng([train.seed, self.numbers[index]])
         label = int(generator.integers(CLASSES))
         angle = math.pi * label / CLASSES
         frequency = 2 * math.pi / generator.uniform(4, 8)
@@ -73,16 +73,22 @@ class ConvNet(nn.Sequential):
         logits = super().forward(images).float()
         if targets is None:
             return logits
-        loss = F.cross_entropy(logits, targets, ignore_index=-100)
+        loss = F.cross_entropy(logits, targets)
         return loss if self.training else (loss, {"accuracy": accuracy(logits, targets)})
 
 
 def open_dataset(saved):
     """As train.open_dataset, but `meta` has no tokenizer. --eval_tokens counts images."""
-    train_data = Shuffled(Images(train.seed, 0, TRAIN_IMAGES), train.seed)
-    val_images = Images(train.seed, TRAIN_IMAGES, train.eval_tokens or VAL_IMAGES)
-    facts = {"name": "images", "fingerprint": f"{SIZE} {CLASSES} {NOISE} {TRAIN_IMAGES}"}
-    return train_data, InOrder(val_images, train.seed), facts | {"meta": {"vocab_size": CLASSES}}
+    end = TRAIN_IMAGES + (train.eval_tokens or VAL_IMAGES)
+    train_data = Shuffled(Images(range(TRAIN_IMAGES)), train.seed)
+    val_images = Images(range(TRAIN_IMAGES, end))
+    # the images follow from this file; of data in files: fingerprint(*paths)
+    facts = {
+        "name": "images",
+        "fingerprint": fingerprint(__file__),
+        "meta": {"vocab_size": CLASSES},
+    }
+    return train_data, InOrder(val_images, train.seed), facts
 
 
 train.__doc__ = __doc__
@@ -94,12 +100,8 @@ train.n_embd = 16  # channels of the first convolution
 train.dropout = 0.1
 train.batch_size = 64
 train.peak_lr = 3e-3
-train.warmup_steps = 20
 train.max_steps = 300
 train.eval_interval = 100
-train.save_interval = 100
-train.fields.FIELDS["tokens_per_sec"].heading = "img/s"
-train.fields.FIELDS["val_tokens"].heading = "images"
 
 if __name__ == "__main__":
-    train.main()
+    plumbing.exit_process(train.main())

@@ -1,1 +1,0 @@
-"""The parts of report.py: rows read back, results, detectors of trouble, the page."""
