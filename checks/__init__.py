@@ -1,2 +1,2 @@
-"""What check.py and replay.py use: a plain loop beside a run, probes, verdicts on seeds, logs read back
-and compared, and one step seen from inside."""
+"""What check.py asks: plain.py is the loop that it compares train.py with, twin.py the comparison,
+probes.py the questions about model, data and knobs, verdicts.py the statistics of --against."""

@@ -1,117 +1,153 @@
-"""The lines that `check.py CONFIG` prints: {name: (what holds, what to do if it does not)}. A name is
-also what --accept takes."""
+"""The lines that `check.py CONFIG` prints. Each block: the name, which --accept takes; what holds;
+what was found; what to do if it does not hold."""
 
-LINES = {
-    "overfits": (
-        "one small batch is memorized",
-        "the update does not lower the loss of its own batch: read `gradients` and `steps`, then try "
-        "a lower and a higher --peak_lr",
-    ),
-    "start": (
-        "the first loss is that of a uniform guess",
-        "the output layer's initial weights are too large, the loss is scaled or summed, or "
-        "vocab_size is wrong",
-    ),
-    "given": (
-        "the loaded weights beat a uniform guess",
-        "the file holds weights for another text or tokenizer, or they were not loaded",
-    ),
-    "causal": (
-        "no logit depends on a later token or another sequence",
-        "look at the attention mask, and at norms, pooling or routing over positions or the batch",
-    ),
-    "sampling": (
-        "generate() draws from the model's own logits",
-        "look at the KV cache, temperature and top_k; a layer that mixes tokens outside attention "
-        "must not take `cache`",
-    ),
-    "positions": (
-        "the model tells positions apart",
-        "queries or keys lack positions or repeat them; ALiBi alone, or a model that cannot train "
-        "at lr 1e-2, fails too",
-    ),
-    "loss": (
-        "the loss is the mean of -log p over the targets that count",
-        "a target is left out, a masked one (-100) counts, label smoothing or dropout acts in "
-        "evaluation, or accuracy is wrong; return extra terms as (loss, {name: value})",
-    ),
-    "gradients": (
-        "gradients are those of the loss",
-        "look for detach(), an in-place change, rounding (straight-through) or a custom backward() "
-        "in this layer",
-    ),
-    "dropout": (
-        "dropout is off in eval mode; its masks differ by row and pass, and keep the mean",
-        "use self.training; draw a mask of the activations' shape each time; divide by 1 - dropout",
-    ),
-    "batches": ("two batches differ", "dataset[first, count] ignores `first`, or the data repeats"),
-    "seeds": (
-        "two seeds start with different weights",
-        "build_model() sets its own seed, or its initial weights are constant or loaded from a file",
-    ),
-    "text": ("the first training sequence, for you to read", ""),
-    "targets": ("targets are the next tokens", "look at __getitem__ of the training data"),
-    "windows": (
-        "training windows are those of plain.py, in its order",
-        "compare train.ShuffledWindows with training_starts() in plain.py",
-    ),
-    "leak": (
-        "no long stretch of validation text is in the training text",
-        "split before shuffling or copying, as prepare_data.py does; short recurring passages are "
-        "normal",
-    ),
-    "coverage": (
-        "evaluation sees each token once",
-        "look at __getitem__ of the validation data: its masks and its last window",
-    ),
-    "flops": (
-        "flops_per_token() is within 10% of torch's count",
-        "MFU and time estimates would be wrong: correct the model's flops_per_token()",
-    ),
-    "groups": (
-        "each kind of weight has the weight decay of plain.py",
-        "compare configure_optimizers() with that of plain.py",
-    ),
-    "schedule": (
-        "lr_at() is the schedule that is named",
-        "look at warmup, decay end and min_lr in lr_at(); `step` counts updates from 0, not "
-        "micro-batches or epochs",
-    ),
-    "knobs": (
-        "each knob that is not at its default changes a number of a short run",
-        "the code reads another name, or a constant; a clip or plateau threshold may just not be "
-        "reached",
-    ),
-    "decisions": (
-        "best_metric, min_delta and plateau_* decide as documented",
-        "look at count_evaluation()",
-    ),
-    "steps": (
-        "each step is that of plain.py",
-        "find what changes the number named above; if you intend it, make the same change in "
-        "plain.py (docs/forks.md)",
-    ),
-    "rates": (
-        "tokens_per_sec and step_ms agree",
-        "look at finish_rows(): a step's tokens are those of the whole batch",
-    ),
-    "events": (
-        "an out_of_memory event carries its step",
-        "look at the retry in plumbing/out_of_memory.py and at your train_step()",
-    ),
-    "evaluations": (
-        "each evaluation is that of plain.py",
-        "look at evaluate(): eval mode, EMA weights, mean over targets; if you intend the change, "
-        "make it in plain.py too",
-    ),
-    "weights": (
-        "the last weights and their EMA are those of plain.py",
-        "if `steps` has ✗, fix that first; else look at how this tensor is averaged (EMA) or saved",
-    ),
-    "best": ("best.pt has the best evaluation", "look at count_evaluation() and names_to_save()"),
-    "resume": (
-        "a resumed run computes its rows again to the bit",
-        "state is missing from the checkpoint (keep it in a buffer, the optimizer or "
-        "train.FRESH_STATE), or an operation is not deterministic",
-    ),
-}
+import train
+
+FINE, FAULT, WARNING, ABSENT, CRASH = "✓✗!–?"
+NEVER = "✗✗"  # a fault that no --accept allows
+
+WORDS = """
+overfits: steps on one small batch, again and again, lower its loss to a tenth
+  loss {:.4f}, after {} steps {:.4f}
+  If it falls at all, the rate may be low or the model small. Else look at `gradients` and `steps`,
+  and try a lower and a higher --peak_lr. Where two losses play against each other (GAN), or the loss
+  is no distance (reinforcement learning), it need not fall.
+
+warnings: torch prints no warning in these steps
+  {}
+  Read it: if shapes differ, such as (n, 1) and (n,), they are combined to (n, n), and the loss is
+  another one than you think.
+
+given: the model starts with the weights of --init_from
+  other weights: {}
+  The file was not loaded, or only parts of it (strict=False, other names).
+
+start: an untrained model has the loss of a uniform guess, ln(vocab_size); one from a file no more
+  it is off by {:+.4f}
+  The weights of the output layer start too large, the loss is scaled or summed over targets,
+  vocab_size is wrong, or the file holds weights for another text or tokenizer.
+
+causal: a prediction depends on no later token, and on no other sequence of the batch
+  other tokens, later or in another sequence, move it by {:.2g}
+  Look at the attention mask, and at norms, pooling or routing over positions or over the batch. A
+  model that may look ahead is meant to.
+
+sampling: generate() draws what the model's own logits say, with temperature and top_k
+  {:.1%} of its tokens are those that a plain loop draws from the same random numbers
+  Look at the cache of keys and values, at temperature and top_k. A layer that mixes tokens outside
+  attention must not take `cache`.
+
+positions: a small model of this kind learns to repeat the token of four places before
+  the worst loss of {} positions is {:.3f}, limit 1.6
+  Queries or keys lack positions, or positions repeat. A model without positions, with ALiBi alone,
+  or one that cannot train at a rate of 0.01 fails, too.
+
+loss: in evaluation, the loss is the mean of -log p over the targets that count (not -100)
+  off by {:.2g}, the accuracy by {:.2g}
+  A target is left out, a masked one counts, label smoothing or dropout acts in evaluation, or the
+  accuracy is wrong. A term of your own belongs to the training loss alone; return it as (loss,
+  {name: value}).
+
+gradients: the loss changes along each weight as its gradient says
+  off by {:.2g} of the usual change, in {}; limit 0.2
+  Look for detach(), a change in place, rounding or a backward() of your own in this layer. A
+  gradient that is stopped on purpose looks the same.
+
+trained: each weight gets a gradient and is in the optimizer, unless it is frozen
+  unusual: {}
+  Is this layer used? Does configure_optimizer() get all weights?
+
+modes: without dropout, a model computes the same in training and in evaluation
+  off by {:.2g} of the largest number
+  Look for `self.training`. Batch norm, and layers that are skipped at random, differ by nature.
+
+masked: what comes after the last target that counts does not change the loss
+  it moves by {:.2g}
+  Padding is looked at: a mask is missing, or a mean is taken over padding, too.
+
+pieces: a batch in one pass and in passes of one row has one loss, and an evaluation the same numbers
+  other numbers: {}
+  The loss must be a mean over train.count_targets(targets): if its mean has another denominator
+  (class weights, ignore_index), replace that function. A number that is no mean over rows (F1) needs
+  an evaluate() of your own. A loss that compares the rows of a batch depends on it by nature.
+
+dropout: dropout is off in evaluation; all its masks differ and keep the mean
+  off in evaluation: {}; equal pairs of masks: {}; the mean is off by {:.2g}
+  Use self.training; draw a new mask of the activations' shape each time; divide by 1 - dropout.
+
+batches: batches differ, and each one is the same whenever the data is opened and read
+  the first two differ: {}; opened and read again, they are the same: {}
+  dataset[first, count] must follow from `first` and the seed. Is a split or a shuffle drawn without
+  a seed? A resumed run would train on what it had held out before.
+
+fingerprint: the fingerprint of the data looks like a hash
+  it is {}
+  It must change with the data, or a finished run answers for a corrected file:
+  dataset.fingerprint(*paths).
+
+seeds: two seeds start with different weights
+  --seed, and the next one
+  build_model() sets a seed of its own, or its first weights are constant or from a file.
+
+targets: targets are the next tokens
+  of eight sequences
+  Look at __getitem__ of the training data. A masked language model is meant to differ.
+
+coverage: an evaluation sees each target of the validation text once
+  of the whole split, and with --eval_tokens
+  Look at __getitem__ and __len__ of the validation data, and at its last window.
+
+leak: what is held out is not trained on
+  {} of {} passages or rows of the validation data are in the training data
+  Split before shuffling, copying or cutting into rows.
+
+knobs: each flag or setting for model and data that is not at its default changes some number
+  without effect: {}
+  The code reads another name, or a constant. Or it has nothing to do here: then leave it out.
+
+windows: each step trains on the windows of checks/plain.py, in its order
+  steps with other windows: {}
+  Look at ShuffledWindows: an epoch has each window once, in an order that seed and epoch give. A
+  batch that grows by a sequences_at() of your own is meant to differ.
+
+steps: each step is that of the plain loop, checks/plain.py
+  {}
+  Find what changes the number named above. If you intend it, make the same change in
+  checks/plain.py; or accept it, and the rest is compared beside your own train_step().
+
+evaluations: each evaluation is that of the plain loop
+  {}
+  Look at evaluate() and evaluating(): eval mode, averaged weights, a mean over the targets. If you
+  intend the change, make it in checks/plain.py, too.
+
+weights: the last checkpoint has the weights and averages of the plain loop
+  {}
+  Look at how this tensor is averaged, saved and restored.
+
+best: best.pt has the best evaluation
+  it is of step {}, the best evaluation of step {}
+  Look at count_evaluation(), and at the save after it.
+
+resume: a run that is stopped and resumed logs the same rows again
+  {}
+  State is missing from the checkpoint (keep it in a buffer, in the optimizer, in run.extra or
+  train.FRESH_STATE), or an operation is not deterministic.
+"""
+LINES = {}
+for block in WORDS.strip().split("\n\n"):
+    first, found, *advice = block.split("\n")
+    name, _, holds = first.partition(": ")
+    LINES[name] = holds, found.strip(), " ".join(map(str.strip, advice))
+
+
+class NotAsked(Exception):
+    """The question does not apply to this model or data."""
+
+
+def is_own(name):
+    """Whether a script has put a function of its own in the place of train.NAME."""
+    return getattr(train, name).__module__ not in ("train", "model", "optim", train.__name__)
+
+
+def judged(fine, is_mild=False):
+    return FINE if fine else WARNING if is_mild else FAULT

@@ -1,444 +1,272 @@
 """Is this run the run that a plain loop would have made? Beside a run in which happens what happens
 to long runs, plain.py takes the same steps, and every number of the one must be that of the other.
 
-Both begin with the same weights and the same random state, and so draw the same random numbers:
-dropout that repeats its masks, an evaluation that moves the random state or a resume that loses it
-all show in a loss. A fork that changes the step on purpose changes plain.py likewise.
-"""
+Both begin with the same weights and the same random state, of which each keeps its own: dropout that
+repeats its masks, an evaluation that moves the random state or a resume that loses it all show in a
+loss. A fork that changes the step on purpose changes plain.py likewise, or accepts `steps`: then its
+own train_step takes the steps of both, and the rest is compared."""
 
 import io
 import math
 import os
 import signal
-from collections import Counter
-from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, redirect_stdout
+from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 import optim
-import plain
+import plumbing
 import train
-from plumbing import checkpoint, cli, data
-from plumbing.log import key_of, read_rows
-from plumbing.snapshot import clone, rng_state, set_rng_state
-from reporting.record import number_of
+from checks import plain
+from checks.lines import ABSENT, FAULT, FINE, NEVER, NotAsked, is_own, judged
 
-MICRO_BATCH = 3  # sequences of a pass, as after running out of memory: the last one has fewer
-MASKED = 1  # the step in which a micro-batch has no targets, and another one half of them
-NOT_FINITE = 2  # the step whose gradients are NaN
-STOPPED = 3  # finished steps when a signal comes, in the second epoch of a text
-CLEARED = 5  # the step that finds averages without noise: the evaluation after it is the best
-NO_MEMORY = 4  # the step in which memory runs out once: then a pass takes one sequence
-EVENTS = {  # number of a step: what happened in it
+OPTIMIZERS = "adamw adam sgd momentum muon".split()  # of plain.py, whose schedules are:
+SCHEDULES = "cosine linear constant step onecycle".split()
+MICRO_BATCH = 4  # sequences of a pass, as after running out of memory: the last one has fewer
+VAL_ROWS = 13  # to evaluate, in four passes
+# Finished steps when these happen. After the signal two more steps are logged, the second of them
+# without memory: from there on a pass takes half as many.
+MASKED, NOT_FINITE, STOPPED, NO_MEMORY = 1, 2, 10, 11
+EVENTS = {
     MASKED + 1: ", where check.py masks a micro-batch",
     NOT_FINITE + 1: ", where check.py makes the gradient NaN",
     STOPPED + 1: ", the first after check.py stopped and resumed the run",
     NO_MEMORY + 1: ", where check.py simulates out of memory",
 }
-
-KNOBS = {
-    "max_steps": 14,  # early stopping comes first, unless a learning rate is far off
-    "decay_steps": 12,
-    "plateau_factor": 0.5,
-    "plateau_patience": 2,
-    "patience": 3,
-    "min_delta": 0.001,
-    "accum_steps": 2,
-    "weight_decay": 1.0,  # so large that it shows in a few steps
-    "grad_clip": 0.1,  # so small that it matters
-    "best_metric": "val_loss",
-    "eval_interval": 2,
-    "sample_interval": 5,
-    "save_interval": 4,
-    "keep_last": 2,
-    "milestone_interval": 0,
-    "audit_interval": -1,
-    "resume": "auto",
-    "compile": False,
-    "report": False,
-    "wandb_log": False,
-}
-TYPED = ["--warmup_steps=3"]  # a warmup that is not typed shrinks
+# What the evaluations after 0, 3, ..., 15 steps are made to return. The second is better by less
+# than min_delta, the third by more: it is the best. After the fifth the rate falls, and the sixth
+# ends the run.
+SCORES = 3.0, 2.97, 2.935, 3.2, 3.1, 3.15
+BEST, FALLS, LAST = 6, 12, 15
+# A decay so large, a clip and an average so small that they show in a few steps, of which the last
+# are past the end of the schedule
+FLAGS = """--max_steps=20 --warmup_steps=3 --decay_steps=10 --step_size=4 --plateau_factor=0.5
+ --plateau_patience=2 --patience=3 --min_delta=0.05 --batch_size=3 --accum_steps=2 --num_workers=0
+ --weight_decay=1 --grad_clip=0.1 --ema_decay=0.5 --eval_interval=3 --eval_tokens=0
+ --log_interval=0 --save_interval=4 --keep_last=2
+ --resume=auto --compile=false --report=false --wandb_log=false""".split()
 
 
-setting = partial(cli.setting, vars(train))  # a context with other values of train.py's knobs
-
-
-def in_plain(device, **others):
-    """A context in which plain.py has the values of train.py's knobs, but for these."""
-    names = set(vars(plain)) & set(cli.read_knobs(train.__file__))
-    knobs = {name: getattr(train, name) for name in names}
-    return cli.setting(vars(plain), **knobs | {"device": torch.device(device).type} | others)
-
-
-def with_roles(model):
-    """The model, which says what plain.py asks of it."""
-    for name, value in {"undecayed": (), "muon_prefix": ""}.items():
-        setattr(model, name, getattr(model, name, value))
-    return model
-
-
-def twin_checks(job):
+def twin_checks(job, run):
     """The steps, the evaluations and the end of an eventful run, and its resume."""
-    few = {
-        "batch_size": max(4, min(train.batch_size, 512 // train.block_size)),
-        "dropout": train.dropout or 0.1,
-        "ema_decay": train.ema_decay or 0.8,
-        "eval_tokens": 4 * train.block_size,
+    twin = eventful_run(job)
+    mark, text = compared(twin.steps, twin.rows, twin.tolerance)
+    yield "steps", mark, text + twin.own
+    if twin.windows:
+        yield "windows", judged(not twin.other_windows), twin.other_windows
+    if mark == FAULT and "steps" in job.accepted:
+        twin = eventful_run(job, takes_own_step=True)
+    elif mark != FINE:
+        raise NotAsked("the steps are others, so the rest would be, too")
+    yield "evaluations", *compared(twin.evaluations, twin.found, twin.tolerance)
+    newest = plumbing.read_checkpoint(plumbing.checkpoints(twin.folder)[0])
+    expected = norms({"model": twin.run.model.state_dict(), "ema": twin.run.ema})
+    yield "weights", *compared(expected, norms(newest), twin.tolerance)
+    best = plumbing.read_checkpoint(twin.folder / "best.pt")["state"]["step"]
+    yield "best", judged(best == BEST), best, BEST
+    (row,) = [row for row in twin.rows.values() if row.get("event") == "resume_checked"]
+    if row["steps"]:  # where two steps take too long, none is
+        yield "resume", judged(not row["first_difference"]), row["text"]
+
+
+def eventful_run(job, takes_own_step=False):
+    """The Twin of a run that has been stopped once and resumed."""
+    words = [*job.words(dropout=train.dropout or 0.1 * job.is_stock), *FLAGS]
+    words += ["--dtype=float32"] * (job.config["dtype"] == "float16")  # plain.py has no scaler
+    folder = job.folder / f"twin_{takes_own_step}"
+    with train.build([*words, "--grad_checkpoint=false"]) as run:  # nothing is computed twice
+        twin = Twin(run, job.is_stock, takes_own_step)
+        counting = train.targets_in if is_own("count_targets") else plain.count_targets
+        with (
+            patch.multiple(train, build=twin.prepared_build, train_step=twin.eventful_step),
+            patch.multiple(train, evaluate=twin.scripted_evaluation, on_row=[]),
+            patch.multiple(plain, count_targets=counting),
+            patch.multiple(optim, emulates_bfloat16=lambda device: True),
+            redirect_stdout(io.StringIO()),
+        ):
+            for _ in ("until the signal", "to the end"):
+                job.script.update(deepcopy(job.start))  # as in a new process
+                train.main([*words, f"--out_dir={folder}"])
+    rows = plumbing.read_rows(folder / "metrics.jsonl")
+    twin.folder, twin.rows = folder, {plumbing.key_of(row): row for row in rows}
+    return twin
+
+
+def norms(checkpoint):
+    """{(part, last step): {name: norm of a weight, or of its average}}"""
+    return {
+        (part, LAST): {name: w.double().norm().item() for name, w in checkpoint[part].items()}
+        for part in ("model", "ema")
     }
-    with setting(**KNOBS | few):
-        eventful, rows, folder = eventful_run(job)
-        # built again from the same seed; nothing is computed twice
-        argv = [f"--out_dir={folder}_plain", *TYPED]
-        with setting(grad_checkpoint=False), train.build(argv) as run:
-            twin = PlainLoop(run, eventful)
-            twin.train(rows)
-    of_rows, of_weights = tolerances()
-    yield "steps", *compare(twin.steps, rows, of_rows)
-    logged = [row for (_, kind), row in rows.items() if kind == "train"][: len(twin.steps) - 1]
-    by_rate = sum(row["tokens_per_sec"] * row["step_ms"] / 1000 for row in logged)
-    text = (
-        f"tokens_per_sec x time gives {by_rate:,.0f} tokens, the batches hold {twin.batch_tokens:,}"
-    )
-    yield "rates", abs(by_rate / twin.batch_tokens - 1) < 0.01, text
-    events = [row["step"] for (_, kind), row in rows.items() if kind == "out_of_memory"]
-    yield "events", events == [NO_MEMORY + 1], f"logged at {events}, simulated in {NO_MEMORY + 1}"
-    yield "evaluations", *compare(twin.evaluations, rows, of_rows)
-    end = max(step for step, kind in rows if kind == "train")
-    error, name = max(twin.errors(checkpoint.load(folder / checkpoint.file_name(end))))
-    yield "weights", error < of_weights, f"{name} is off by {error:.2g} of the distance it moved"
-    _, best = min((number_of(row.get("val_loss")), step) for (step, _), row in rows.items())
-    step = checkpoint.load(folder / "best.pt")["state"]["step"]
-    yield "best", step == best, f"it is of step {step}, and the lowest loss of step {best}"
-    for (_, kind), row in rows.items():
-        if kind == "resume_checked":
-            fine = row["first_difference"] is None if row["compared"] else None
-            text = f"{row['equal']} of {row['compared']} rows are equal"
-            yield "resume", fine, text if row["compared"] else "no row was computed twice"
 
 
-def tolerances():
-    """(of the numbers in rows, of the way of a weight), relative. Where this was tried, on CPUs,
-    all bits were the same."""
-    return (1e-4, 1e-3) if train.dtype == "float32" else (0.001, 0.01)
-
-
-def compare(expected, rows, tolerance):
-    """(whether all numbers are the expected ones, text with the first that is not); None if no
-    numbers are expected."""
-    for (step, kind), row in sorted(expected.items()):
+def compared(expected, found, tolerance):
+    """(mark, words): whether all numbers of the rows are the expected ones, and the first that is
+    not. null is NaN."""
+    for key, row in expected.items():
+        logged = found.get(key, {})
         for name, number in row.items():
-            found = rows.get((step, kind), {})
-            logged = number_of(found.get(name))  # NaN stands there as null
-            of_shares = 0.01 * (name == "val_accuracy")
-            if not np.isclose(logged, number, tolerance, of_shares, equal_nan=True):
-                where = f"step {step}{EVENTS.get(step, '')}"
-                shown = f"{logged:.7g}" if name in found else "missing"
-                return False, f"{where}: {name} is {shown} in the log, {number:.7g} in plain.py"
-    own = None, "evaluate() is the script's own, or there are several validation sets"
-    return (True, f"{len(expected)} rows compared") if expected else own
+            value = math.nan if logged.get(name) is None else logged[name]
+            if not np.isclose(value, number, tolerance, 0, equal_nan=True):
+                mark = FAULT if math.isfinite(value) or math.isnan(number) else NEVER
+                where = f"step {key[1]}{EVENTS.get(key[1], '')}: {name}"
+                theirs = logged.get(name, "missing")
+                return mark, f"{where} is {theirs} in train.py, {number} in checks/plain.py"
+    return FINE if expected else ABSENT, f"{len(expected)} rows compared"
 
 
-def numbers_in(out):
-    """{"loss": what a model returns, alone or with other numbers, and those}."""
-    loss, others = out if isinstance(out, tuple) else (out, {})
-    return {"loss": loss, **others}
+class Twin:
+    """Watches an eventful run, and takes each of its steps by the functions of plain.py.
 
+    run: another one with its knobs, of which the model, the averages and the data are used, and what
+    is the fork's own: its optimizer, its schedule, its batch size. Other checks ask for these."""
 
-def loss_in(out):
-    return numbers_in(out)["loss"]
+    tokens = 0
+    windows = None  # of a script's own data
 
-
-def total_norm(model):
-    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients)
-
-
-# ---- what happens in the run ---------------------------------------------------------------------
-
-
-class EventfulRun(train.Hook):
-    """Makes things happen in a run, and records what a plain loop needs to take the same steps."""
-
-    def __init__(self):
-        self.trained = {}  # step -> whether each weight requires a gradient: a fork may freeze some
-
-    def begin(self, run):
+    def __init__(self, run, takes_masks, takes_own_step):
         prepare(run)
+        self.run = run
+        self.takes_masks = takes_masks
+        self.takes_own_step = takes_own_step
+        self.k = k = SimpleNamespace(**run.config | {"device": run.device.type})
+        self.tolerance = 1e-9 if k.device == "cpu" and k.dtype == "float32" else 1e-3
+        is_plain = k.optimizer in OPTIMIZERS and not is_own("configure_optimizer")
+        self.optimizers = plain.configure_optimizers(k, run.model) if is_plain else [run.optimizer]
+        self.own = "" if is_plain else " (its optimizer is its own, and not judged)"
+        self.lr_at = train.lr_at
+        if k.schedule in SCHEDULES and not is_own("lr_at"):
+            self.lr_at = partial(plain.lr_at, k)
+        if type(run.train_data) is train.ShuffledWindows:
+            self.windows = plain.training_batches(k, run.train_data.tokens)
+        self.other_windows = []  # numbers of steps
+        self.rng = plumbing.rng_state(run.device)
+        # (kind, step): the row that the run must have logged, or what its evaluation must have found
+        self.steps, self.evaluations, self.found = {("end", LAST): {"step": LAST}}, {}, {}
+        self.build, self.train_step, self.evaluate = train.build, train.train_step, train.evaluate
+        self.judges_evaluation = not is_own("evaluate") and isinstance(run.val_data, First)
 
-    def step(self, run, take, inputs, targets, lr):
+    @contextmanager
+    def prepared_build(self, *args, **options):
+        with self.build(*args, **options) as run:
+            prepare(run)
+            yield run
+
+    def eventful_step(self, run, inputs, targets, lr):
         step = run.state["step"]
-        if step == STOPPED - 1:
+        if step == STOPPED - 1:  # the rate is halved, as by a plateau
             os.kill(os.getpid(), signal.SIGTERM)
-        spoil(run, step)
-        norms = []  # of the clipped gradient, which an optimizer may change
+            run.state["lr_factor"] /= 2
+        if step == MASKED and self.takes_masks:
+            targets = targets.clone()
+            targets[: MICRO_BATCH + 1] = -100  # all of the first pass, some of the second
+        if step == NO_MEMORY and run.state["micro_batch"] == MICRO_BATCH:
+            torch.rand(9)  # as a first pass may have drawn
+            raise MemoryError
+        numbers = self.train_step(run, inputs, targets, lr)
+        if step < STOPPED or not run.signals.stop:  # else this step will be taken again
+            theirs = plumbing.rng_state(run.device)
+            plumbing.set_rng_state(self.rng, run.device)
+            self.take_step(run, step, inputs, targets)
+            self.rng = plumbing.rng_state(run.device)
+            plumbing.set_rng_state(theirs, run.device)
+        return numbers
 
-        def see_norm(*_):
-            norms.append(total_norm(run.model))
+    def take_step(self, run, step, inputs, targets):
+        """The same step, and the row that must be logged of it."""
+        own, size = self.run, run.state["micro_batch"]
+        for weight, theirs in zip(own.model.parameters(), run.model.parameters(), strict=True):
+            weight.requires_grad_(theirs.requires_grad)  # a fork may freeze some
+        if self.windows:
+            expected = torch.cat([x for x, _ in next(self.windows)])
+            self.other_windows += [] if torch.equal(inputs, expected) else [str(step + 1)]
+        lr = self.lr_at(step) * 0.5 ** ((step >= STOPPED) + (step >= FALLS))
+        own.state.update(step=step, micro_batch=size)
+        if self.takes_own_step:
+            numbers = self.train_step(own, inputs, targets, lr)
+            loss, norm = numbers["loss"], numbers["grad_norm"]
+        else:
+            passes = plain.split((inputs, targets), size)
+            with patch.object(torch.Tensor, "bfloat16", torch.Tensor.float):  # Muon, as in optim.py
+                loss, norm = plain.train_step(self.k, own.model, self.optimizers, passes, lr)
+            if norm.isfinite():
+                plain.average(self.k, step, own.model, own.ema)
+        self.tokens += int(plain.count_targets(targets))
+        self.steps["train", step + 1] = {
+            "lr": lr,
+            "tokens": self.tokens,
+            "loss": float(loss),
+            "grad_norm": float(norm),
+            "skipped": int(not math.isfinite(norm)),
+        }
 
-        with ExitStack() as stack:
-            stack.enter_context(events(step, run.model, targets))
-            if step == NO_MEMORY and run.state["micro_batch"] > 1:
-                stack.enter_context(without_memory(run.model))
-            if isinstance(run.optimizers[0], torch.optim.Optimizer):
-                handle = run.optimizers[0].register_step_pre_hook(see_norm)
-                stack.callback(handle.remove)
-            numbers = take()
-        self.trained[step] = [weight.requires_grad for weight in run.model.parameters()]
-        see_norm()
-        return {**numbers, "clipped_norm": norms[0]}  # a field of its row
+    def scripted_evaluation(self, run):
+        """What evaluate() finds is compared, and then replaced by a number of SCORES."""
+        own, step, name = self.run, run.state["step"], train.best_metric
+        found = {key: float(number) for key, number in self.evaluate(run).items()}
+        self.found["eval", step] = found
+        if self.judges_evaluation:
+            theirs = plumbing.rng_state(run.device)
+            batches = self.val_batches(own.val_data, run.state["micro_batch"])
+            numbers = plain.evaluate(self.k, own.model, own.ema, batches)
+            self.evaluations["eval", step] = numbers
+            plumbing.set_rng_state(theirs, run.device)
+        loss = SCORES[min(step // 3, 5)]
+        return found | {name.removeprefix("-"): -loss if name.startswith("-") else loss}
+
+    def val_batches(self, data, size):
+        for first in range(0, len(data), size):
+            batch = train.batch_at(self.run, first, min(size, len(data) - first), data)
+            train.seed_everything(plumbing.seed_of(train.seed, "evaluation", first))
+            yield batch
+
+
+# ---- what happens in both ------------------------------------------------------------------------
 
 
 def prepare(run):
-    """Of a text, leave an epoch of two and a half batches, and six batches to evaluate, of which the
-    last window repeats targets. Add noise to each weight: one that starts at zero would hide what
-    its layer does."""
-    size = train.block_size
-    if type(run.train_data) is train.ShuffledWindows:
-        run.train_data.tokens = run.train_data.tokens[: 5 * train.sequences_at(0) * size // 2]
-    if type(run.val_data) is data.OrderedWindows:
-        tokens = run.val_data.tokens[: 5 * MICRO_BATCH * size + 3 * size // 2]
-        run.val_data = data.OrderedWindows(tokens, size)
-        run.facts["data"]["meta"]["val_tokens"] = len(tokens)  # for bits per byte
-    train.eval_tokens = 0  # for rows of the whole split
+    """Leave an epoch of little more than two batches of a text, and few rows to evaluate."""
+    run.peak = math.nan  # need not be measured
+    run.val_data = tree_map(First, run.val_data)
+    if isinstance(run.train_data, train.ShuffledWindows):
+        count = 2 * train.sequences_at(0) + 1
+        run.train_data.tokens = run.train_data.tokens[: count * train.block_size]
+    weight = next(weight for weight in run.model.parameters() if weight.requires_grad)
+    weight.register_hook(lambda grad: grad * (math.nan if run.state["step"] == NOT_FINITE else 1))
     if not run.path:
         run.state["micro_batch"] = MICRO_BATCH
-        add_noise(run.model.parameters(), 0)
-        add_noise(run.ema.values(), 0)
-
-
-@torch.no_grad()
-def spoil(run, step):
-    """Before some steps, averages get more and more noise, or none: so that evaluations get worse,
-    better and worse. Before the stop the rate is halved, as by a plateau."""
-    if step == STOPPED - 1:
-        run.state["lr_factor"] /= 2
-    if step == CLEARED:
+        noisy(run.model, 0.5)
         for name, average in run.ema.items():
-            average.copy_(run.model.get_parameter(name))
-    elif step % 2:
-        add_noise(run.ema.values(), step, 0.05 * (step + 1))
+            average.copy_(run.model.get_parameter(name).detach())
 
 
-@torch.no_grad()
-def add_noise(tensors, seed, size=0.05):
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in tensors:
-        tensor += size * torch.randn(tensor.shape, generator=generator).to(tensor)
+def noisy(model, noise=1.0):
+    """The model with noise on each weight: one that starts at zero would hide what its layer does."""
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        width = weight.size(-1) if weight.ndim else 1
+        change = torch.randn(weight.shape, generator=generator) * noise / math.sqrt(width)
+        weight.data += change.to(weight)
+    return model
 
 
-@contextmanager
-def events(step, model, targets):
-    """A context in which, in MASKED, the targets of the first micro-batch do not count, and half of
-    those of the second; in NOT_FINITE the gradient of the first weight is NaN."""
-    before = targets.clone()
-    if step == MASKED and not targets.is_floating_point():
-        micro_batch = targets[:MICRO_BATCH]
-        targets.view(-1)[: 3 * micro_batch.numel() // 2] = -100
-    factor = math.nan if step == NOT_FINITE else 1.0
-    weight = next(weight for weight in model.parameters() if weight.requires_grad)
-    hook = weight.register_hook(lambda gradient: gradient * factor)
-    yield
-    hook.remove()
-    targets.copy_(before)
+class First(torch.utils.data.Dataset):
+    """The first rows of validation data, which may have many."""
 
+    def __init__(self, data):
+        self.data = data
 
-@contextmanager
-def without_memory(model):
-    """A context in which the second forward pass finds no memory."""
-    passes = []
+    def __len__(self):
+        return min(VAL_ROWS, len(self.data))
 
-    def fail(*_):
-        passes.append(1)
-        if len(passes) == 2:
-            raise MemoryError
+    def __getitem__(self, place):
+        return self.data[place]
 
-    hook = model.register_forward_pre_hook(fail)
-    yield
-    hook.remove()
-
-
-def eventful_run(job):
-    """(its EventfulRun, {(step, kind): row} of its log, its folder)."""
-    eventful = EventfulRun()
-    folder = job.run.folder.path / "twin"
-    with redirect_stdout(io.StringIO()):
-        for _ in ("until the signal", "to the end"):
-            train.main([f"--out_dir={folder}", *TYPED], hooks=[eventful])
-    rows = {key_of(row): row for row in read_rows(folder / "metrics.jsonl")}
-    return eventful, rows, folder
-
-
-# ---- the plain loop ------------------------------------------------------------------------------
-
-
-class PlainLoop:
-    """Takes the steps of an eventful run by the functions of plain.py.
-
-    run: a new one with its knobs, of which the model, the groups of the optimizers, the averages
-    and the data are used. The learning rate, the number of sequences in a batch and the data are
-    those of the code under test, which other checks test."""
-
-    def __init__(self, run, eventful):
-        prepare(run)
-        self.run = run
-        self.eventful = eventful
-        self.model = run.model
-        self.begin = clone(run.model.state_dict())
-        self.optimizers = run.optimizers  # a fork's own
-        if train.configure_optimizers.__module__ == "optim":
-            with in_plain(run.device):
-                self.optimizers = plain.configure_optimizers(with_roles(run.model))
-        self.scale = 2.0**16 if train.dtype == "float16" else 1.0
-        for weight in self.model.parameters():
-            if weight.requires_grad and self.scale > 1:
-                weight.register_hook(lambda gradient: gradient / self.scale)
-        self.sequences = self.tokens = 0
-        self.best_loss = self.loss_to_beat = math.inf
-        self.without_best = 0  # evaluations
-        self.steps, self.evaluations = {}, {}  # (step, kind): the row that the run must have logged
-        self.batch_tokens = 0
-
-    def train(self, rows):
-        for step in range(train.max_steps + 1):
-            if step % train.eval_interval == 0:
-                is_own = train.evaluate.__module__ != train.__name__  # a fork's
-                if not is_own and not isinstance(self.run.val_data, dict):
-                    self.evaluate(step)
-                self.count(number_of(rows.get((step, "eval"), {}).get("val_loss")))
-                if self.without_best == train.patience:
-                    break
-            if step < train.max_steps:
-                self.step(step)
-        self.steps[step, "end"] = {"step": step}
-
-    def count(self, loss):
-        """Of evaluations that do not beat the best: the rate falls after some."""
-        if loss < self.loss_to_beat - train.min_delta:
-            self.loss_to_beat = loss
-            self.without_best = 0
-            return
-        self.without_best += 1
-        if self.without_best % train.plateau_patience == 0:
-            self.run.state["lr_factor"] *= train.plateau_factor
-
-    def in_plain(self, step):
-        """A context in which plain.py has the run's knobs, and its size of a micro-batch in `step`."""
-        size = 1 if step >= NO_MEMORY else MICRO_BATCH
-        return in_plain(self.run.device, batch_size=size, means_of=self.means_of)
-
-    def means_of(self, model, inputs, targets, inner=plain.means_of):
-        """Those of plain.py, with the loss scaled for float16. Without targets there is none."""
-        means = inner(model, inputs, targets)
-        if not plain.count_targets(targets):
-            return {name: torch.zeros((), requires_grad=model.training) for name in means}
-        return means | {"loss": means["loss"] * self.scale} if model.training else means
-
-    def step(self, step):
-        trained = self.eventful.trained.get(step, self.eventful.trained[0])
-        for weight, needed in zip(self.model.parameters(), trained, strict=True):
-            weight.requires_grad_(needed)
-        count = train.sequences_at(step)
-        batch = data.Reader(self.run.train_data, train.seed)[self.sequences, count]
-        inputs, targets = data.to_device(batch, self.run.device)
-        self.sequences += count
-        self.batch_tokens += targets.numel()
-        lr = train.lr_at(step) * self.run.state["lr_factor"]
-        spoil(self.run, step)
-        before = clone([self.model.state_dict(), *(part.state_dict() for part in self.optimizers)])
-        with (
-            self.in_plain(step),
-            events(step, self.model, targets),
-            precision_of_muon(self.run.device),
-        ):
-            self.tokens += plain.count_targets(targets).item()
-            loss, norm = plain.train_step(self.model, self.optimizers, inputs, targets, lr)
-        loss, norm = loss.item() / self.scale, norm.item()
-        is_finite = math.isfinite(loss) and math.isfinite(norm)
-        row = {
-            "lr": lr,
-            "sequences": self.sequences,
-            "tokens": self.tokens,
-            "epoch": self.sequences / len(self.run.train_data),
-            "loss": loss,
-            "grad_norm": norm,
-            "clipped_norm": min(norm, train.grad_clip),
-            "skipped": int(not is_finite),
-        }
-        if train.dtype == "float16":
-            row["loss_scale"] = self.scale
-        self.steps[step + 1, "train"] = row
-        if is_finite:
-            self.average()
-            return
-        self.scale = max(1.0, self.scale / 2)
-        for part, state in zip([self.model, *self.optimizers], before, strict=True):
-            part.load_state_dict(state)
-
-    @torch.no_grad()
-    def average(self):
-        for name, weight in self.model.named_parameters():
-            self.run.ema[name].lerp_(weight, 1 - train.ema_decay)
-
-    @torch.no_grad()
-    def evaluate(self, step):
-        """The mean of each number that the model returns in eval mode, with the averaged weights, over
-        the targets that count. What a target costs is the fork's own: another check asks whether
-        that is -log p."""
-        val_data = self.run.val_data
-        reader = data.Reader(val_data, train.seed)
-        totals = Counter()
-        modes = {module: module.training for module in self.model.modules()}
-        random_state = rng_state(self.run.device)
-        weights = clone(dict(self.model.named_parameters()))
-        copy_into(self.model, self.run.ema)
-        size = 1 if step > NO_MEMORY else MICRO_BATCH
-        with self.in_plain(step - 1):
-            for first in range(0, len(val_data), size):
-                batch = reader[first, min(size, len(val_data) - first)]
-                inputs, targets = data.to_device(batch, self.run.device)
-                train.seed_everything(data.seed_of(train.seed, first))
-                counted = plain.count_targets(targets).item()
-                totals["targets"] += counted
-                means = plain.evaluate(self.model, inputs, targets) if counted else {}
-                for name, mean in means.items():
-                    totals[name] += mean * counted
-        copy_into(self.model, weights)
-        set_rng_state(random_state, self.run.device)
-        for module, training in modes.items():
-            module.training = training
-        counted = totals.pop("targets")
-        row = {f"val_{name}": total / counted for name, total in totals.items()}
-        self.best_loss = min(self.best_loss, row["val_loss"])
-        row["best_val_loss"] = self.best_loss
-        meta = self.run.facts["data"]["meta"]
-        if "val_bytes" in meta and counted == meta["val_tokens"] - 1:
-            bits = row["val_loss"] / math.log(2)
-            row["val_bpb"] = bits * meta["val_tokens"] / meta["val_bytes"]
-        self.evaluations[step, "eval"] = row
-
-    def errors(self, last):
-        """Yields (how far each tensor of a checkpoint is off, over how far the weight has moved, its
-        name)."""
-        weights = self.model.state_dict()
-        for part, expected in (("model", weights), ("ema", self.run.ema)):
-            for name, tensor in expected.items():
-                way = (weights[name] - self.begin[name]).double().norm()
-                error = (last[part][name] - tensor).double().norm() / way.clamp(min=1e-12)
-                yield error.item(), f"{part} {name}"
-
-
-@torch.no_grad()
-def copy_into(model, weights):
-    for name, weight in weights.items():
-        model.get_parameter(name).copy_(weight)
-
-
-def precision_of_muon(device):
-    """A context in which torch's Muon computes in float32 where ours does."""
-    if optim.emulates_bfloat16(device):
-        return patch.object(torch.Tensor, "bfloat16", torch.Tensor.float)
-    return nullcontext()
+    def __getattr__(self, name):
+        return getattr(self.data, name)
