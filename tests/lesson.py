@@ -1,4 +1,4 @@
-"""Many runs in one process: each line `NAME FLAGS` of the input is
+"""What the blocks of docs/lessons.md share. Each line `NAME FLAGS` of the input is a run:
 python train.py $BASE FLAGS --out_dir=out/NAME"""
 
 import contextlib
@@ -22,18 +22,20 @@ warnings.filterwarnings("ignore", "This DataLoader")  # of more workers than cor
 
 
 def rows(name, kind):
+    """The rows of that kind in the log of out/NAME."""
     lines = open(f"out/{name}/metrics.jsonl")
     return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
 
 def last_loss(name, *flags):
+    """Train out/NAME. Returns its last validation loss."""
     with contextlib.redirect_stdout(io.StringIO()):
         train.main([*os.environ["BASE"].split(), *flags, f"--out_dir=out/{name}"])
     return rows(name, "eval")[-1]["val_loss"]
 
 
 def milliseconds(functions, rounds=9):
-    """{name: median}, timed in turn"""
+    """{name: median}, timed in turn."""
     times = {name: [] for name in functions}
     for name in list(functions) * rounds:
         began = time.perf_counter()
@@ -43,7 +45,7 @@ def milliseconds(functions, rounds=9):
 
 
 def make_dataset(name, count, change=lambda tokens: None):
-    """data/NAME: the first `count` characters to train on, changed; the whole validation split"""
+    """data/NAME: the first `count` characters to train on, changed; the whole validation split."""
     whole, new = Path("data", os.environ["DATASET"]), Path("data", name)
     new.mkdir(exist_ok=True)
     tokens = np.fromfile(whole / "train.bin", np.uint16)[:count]
@@ -56,7 +58,7 @@ def make_dataset(name, count, change=lambda tokens: None):
 
 
 def heat_maps(maps, text, path):
-    """A picture of matrices side by side, the characters of a text along both axes"""
+    """A picture of matrices side by side, the characters of a text along both axes."""
     matplotlib.use("Agg")
     figure, axes = pyplot.subplots(1, len(maps), figsize=(5 * len(maps), 5), layout="constrained")
     letters = [repr(letter)[1:-1] for letter in text]
@@ -65,7 +67,7 @@ def heat_maps(maps, text, path):
         axis.set_xticks(range(len(text)), letters)
         axis.set_yticks(range(len(text)), letters)
         axis.set_title(f"head {number}: each row looks at these columns")
-    command = {"Command": "python tests/run_page.py docs/lessons.md 27"}
+    command = {"Command": "python tests/run_page.py docs/lessons.md 25"}
     figure.savefig(path, dpi=100, metadata=command)
 
 

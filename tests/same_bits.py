@@ -1,111 +1,105 @@
-"""Does this code compute the bits of another version? Twelve configurations, straight and resumed.
+"""Does this code compute the bits of another version? Fifteen configurations, one process each.
 
     python tests/same_bits.py OTHER [NAME ...]      # OTHER: a folder with the other version
 
-Each is trained by both versions from the same text, by this one also with a SIGTERM and a SIGKILL
-on the way; then weights, moments, average, random state and every row must be equal. A line each;
-exit code 1 if one differs. Not a test of the suite: the other version is none of this repository's.
+OTHER is commit 8f60156, or a later one. Each configuration is trained by both from the same text;
+then weights, moments, random state and every computed field of every row must be equal. A line
+each; exit code 1 if one differs. Averages are off: they warm up since. Not a test of the suite,
+which has no other version.
 """
 
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from conftest import fingerprint, read_rows
+import torch
+from conftest import REPO, digest, make_dataset, pydoc_text, rows, start
+from torch.utils._pytree import tree_map
 
-REPO = Path(__file__).resolve().parent.parent
 COMMON = (
-    "--dataset=small --device=cpu --dtype=float32 --compile=false --n_layer=1 --n_embd=32 --n_head=2 "
-    "--block_size=16 --batch_size=12 --max_steps=24 --warmup_steps=3 --eval_interval=8 "
-    "--save_interval=10 --log_interval=1 --keep_last=9 --report=false"
+    "--dataset=text --device=cpu --compile=false --dtype=float32 --max_steps=24 --warmup_steps=3 "
+    "--eval_interval=8 --eval_tokens=4000 --save_interval=10 --log_interval=4 --report=false"
 ).split()
-CONFIGURATIONS = {  # name: (ranks, flags)
-    "plain": (1, ""),
-    "dropout and accumulation": (1, "--dropout=0.1 --batch_size=4 --accum_steps=3"),
-    "Muon": (1, "--optimizer=muon --n_embd=128"),
-    "average, two layers": (1, "--ema_decay=0.9 --n_layer=2"),
-    "n-grams and convolution": (1, "--ngram_rows=64 --conv_width=3"),
-    "gradient checkpointing": (1, "--grad_checkpoint=true --n_layer=2 --dropout=0.1"),
-    "bfloat16": (1, "--dtype=bfloat16"),
-    "momentum": (1, "--optimizer=momentum --peak_lr=0.1"),
-    "compiled": (1, "--compile=true"),
-    "2 ranks": (2, "--dropout=0.1"),
-    "3 ranks": (3, "--dropout=0.1"),
-    "sharded": (2, "--shard=true --ema_decay=0.9"),
+PLATEAU = "--plateau_factor=0.5 --plateau_patience=1 --min_delta=0.2 --eval_interval=2"
+CONFIGURATIONS = {  # name: flags
+    "plain": "config/shakespeare_plain.py --max_steps=40",
+    "shakespeare": "config/shakespeare.py",
+    "extras": "config/shakespeare_extras.py",
+    "extras, compiled": "config/shakespeare_best.py --compile=true",
+    "accumulation, dropout": "--dropout=0.1 --batch_size=4 --accum_steps=3 --n_layer=2",
+    "adamw": "--optimizer=adamw",
+    "adam": "--optimizer=adam --schedule=onecycle",
+    "sgd": "--optimizer=sgd --peak_lr=0.1 --schedule=step --step_size=5",
+    "momentum": "--optimizer=momentum --peak_lr=0.1 --schedule=step",
+    "muon": "--optimizer=muon --n_layer=2 --grad_checkpoint=true --label_smoothing=0.1",
+    "bfloat16": "--dtype=bfloat16 --dropout=0.1",
+    "float16": "--dtype=float16",
+    "float16, muon": "--dtype=float16 --optimizer=muon",
+    "workers": "--num_workers=2 --dropout=0.1",
+    "plateau": PLATEAU,
 }
-RUN = """
-import os, signal, sys
-sys.path[:0] = [{repo!r}, {tests!r}]
-import train
-from sources import scope_of, stop_at
-if {stop}:
-    exec(stop_at(*{stop}), scope_of(train))
-sys.argv[0] = "train.py"
-train.machine.exit_process(train.cli.run_script(train.main))
-"""
-FIELDS = (
-    "step loss grad_norm lr skipped tokens sequences epoch val_loss val_accuracy val_bpb".split()
-)
 
 
-def start(repo, folder, ranks, flags, stop=None):
-    """Run train.main() of `repo` in a process for each rank. stop: (step, name of a signal)."""
-    script = folder.parent / f"{folder.name}.py"
-    script.write_text(RUN.format(repo=str(repo), tests=str(REPO / "tests"), stop=stop))
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-        launcher += [f"--nproc_per_node={ranks}"]
-    data_dir = f"--data_dir={folder.parent}"
-    command = [*launcher, str(script), *COMMON, data_dir, f"--out_dir={folder}", *flags.split()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
-    if done.returncode != 0 and not stop:
-        sys.exit(f"{command} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+def train(repo, folder, data_dir, flags):
+    """Train in `repo`. Returns the path of the last checkpoint. Some configurations have the knobs of
+    examples/ngram.py, which were train.py's in the other version."""
+    is_new = repo == REPO and ("extras" in flags or "best" in flags)
+    script = "examples/ngram.py" if is_new else "train.py"
+    where = [f"--data_dir={data_dir}", f"--out_dir={folder}"]
+    known = [flag for flag in COMMON if not flag.startswith("--max_steps") or "max" not in flags]
+    words = [sys.executable, script, *known, *where, *flags.split()]
+    log = folder.with_suffix(".log")
+    process = start(words, log, cwd=repo, env={"PYTHONPATH": str(repo)})
+    if process.wait(3600):
+        sys.exit(f"{' '.join(words)} failed:\n{log.read_text()[-3000:]}")
+    return max(folder.glob("ckpt_*.pt"))
 
 
-def result_of(folder):
-    """The bits of the last checkpoint, and the rows: {name: value}."""
-    rows = [row for row in read_rows(folder) if row["kind"] != "event"]
-    rows = [{name: row.get(name) for name in FIELDS} for row in rows]
-    bits = fingerprint(max(folder.glob("ckpt_*.pt")))
-    del bits["state"]  # another version may hold other variables
-    return bits | {"rows": rows}
+def moments(saved):
+    """{number of a weight: its moments}. The older version has a list of one or two optimizers, of
+    which Muon is the first; here one has them all, the groups of Muon first."""
+    found, optimizers = {}, saved["optimizer"]
+    for each in optimizers if isinstance(optimizers, list) else [optimizers]:
+        first = len(found)
+        found |= {first + number: state for number, state in each["state"].items()}
+    return found
 
 
-def differing(one, other):
-    """The names whose values differ, as words."""
-    return ", ".join(name for name in one if one[name] != other[name])
+def bits_of(path):
+    """{part: its bits} of a run whose last checkpoint is at `path`."""
+    saved = torch.load(path, weights_only=True)
+    state = {name: saved["state"][name] for name in ("step", "sequences", "tokens", "lr_factor")}
+    rng = tree_map(lambda part: getattr(part, "tolist", lambda: part)(), saved["rng"])
+    parts = {"weights": saved["model"], "moments": moments(saved), "random state": rng}
+    parts |= {"state": state, "scale": saved["scaler"].get("scale", 1.0)}
+    return {name: digest(part) for name, part in parts.items()} | {"rows": rows(path.parent)}
+
+
+def differences(then, now):
+    """What differs, in words."""
+    words = [name for name in now if now[name] != then[name] and name != "rows"]
+    if len(now["rows"]) != len(then["rows"]):
+        words.append(f"{len(then['rows'])} rows then, {len(now['rows'])} now")
+    for old, new in zip(then["rows"], now["rows"], strict=False):
+        for name in old.keys() | new.keys():
+            if old.get(name) != new.get(name):
+                words.append(f"{name} of step {new['step']}: {old.get(name)}, {new.get(name)}")
+    return words[:6]
 
 
 def main(other, *names):
-    sys.path.insert(0, str(REPO))
-    from prepare_data import prepare
-
     failed = False
     with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        text = folder / "small.txt"
-        text.write_text((REPO / "train.py").read_text(encoding="utf-8")[:9000])
-        prepare("small", folder, str(text), "char")
-        for number, (name, (ranks, flags)) in enumerate(CONFIGURATIONS.items()):
-            if names and name not in names:
-                continue
-            then, now, resumed = (folder / f"{number}{word}" for word in ("then", "now", "resumed"))
-            start(other, then, ranks, flags)
-            start(REPO, now, ranks, flags)
-            start(REPO, resumed, ranks, flags, (6, "SIGTERM"))
-            start(REPO, resumed, ranks, flags, (18, "SIGKILL"))
-            start(REPO, resumed, ranks, flags)
-            expected = result_of(then)
-            found = [differing(expected, result_of(each)) for each in (now, resumed)]
-            checked = [r for r in read_rows(resumed, "event") if r["event"] == "resume_checked"]
-            words = ", ".join(f"{row['equal']} of {row['compared']} rows equal" for row in checked)
-            verdict = ", ".join(f"differs in {path}" if path else "same bits" for path in found)
-            print(f"{name:<26} straight, resumed: {verdict}; {words}", flush=True)
-            failed = failed or any(found) or any(row["first_difference"] for row in checked)
+        data_dir = make_dataset(Path(folder, "data"), "text", pydoc_text()[:100_000])
+        for number, name in enumerate(names or CONFIGURATIONS):
+            runs = []
+            for repo in (Path(other).resolve(), REPO):
+                out_dir = Path(folder, f"{number}_{len(runs)}")
+                runs.append(bits_of(train(repo, out_dir, data_dir, CONFIGURATIONS[name])))
+            found = differences(*runs)
+            n_rows = len(runs[1]["rows"])
+            print(f"{name:<24}", "; ".join(found) or f"the same bits, {n_rows} rows", flush=True)
+            failed = failed or bool(found)
     return int(failed)
 
 

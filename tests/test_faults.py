@@ -1,616 +1,454 @@
-"""Whatever happens to a run, the same command resumes it, and the person is told the truth.
+"""Whatever happens to a run: nothing is lost, the person is told the truth, the same command resumes.
 
-One process in nearly all; several ranks in test_ranks.py. Nothing is simulated but the two things
-that cannot be had to order: a number that is not finite, and a GPU that has no memory left."""
+Kills and stops are in test_resume.py, several ranks in test_ranks.py. Nothing is simulated but what
+cannot be had to order: a number that is not finite, a device without memory, an error of a disk."""
 
 import os
-import pickle
-import re
-import shlex
 import shutil
-import signal
-import subprocess
-import sys
-import time
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import (
-    REPO,
-    arguments,
-    events,
-    fingerprint,
-    flip_a_bit,
-    read_rows,
-    run_python,
-    tree,
-    wait_for,
-)
-from sources import SAVED, around, at_step, bad_batches, ranks, stop_at
+from conftest import rows
+from sources import AUGMENTED, around, at_step, stop_at
 
-from plumbing import checkpoint
-from plumbing.snapshot import tensors
+import train
 
-EVERYTHING = ("--num_workers=1", "--ema_decay=0.9", "--dropout=0.1", "--save_interval=4")
+EVERYTHING = ("--ema_decay=0.9", "--dropout=0.1", "--save_interval=4", "--log_interval=1")
+# A minute of waiting for a disk passes at once; `waits` counts the pauses in it.
+FAST_CLOCK = """
+waits, now = [], time.monotonic
+def sleep(seconds):
+    waits.append(seconds)
+    {then}
+time.sleep, time.monotonic = sleep, lambda: now() + sum(waits)
+"""
 
 
-def states_equal(one, other, *but):
-    """Do two fingerprints agree in every part but those named?"""
-    return all(one[part] == other[part] for part in one if part not in but)
+def tree(folder):
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-# ---- signals -------------------------------------------------------------------------------------
+def steps(done):
+    return [row["step"] for row in done.rows("train")]
+
+
+def is_one_line(done, *words):
+    assert len(done.stderr.splitlines()) == 1 and all(word in done.stderr for word in words), (
+        done.stderr
+    )
 
 
 @pytest.fixture
 def straight(once):
-    """The run that nothing happens to, with everything on."""
+    """The run that nothing happens to."""
     return once(*EVERYTHING)
 
 
-def test_one_more_ctrl_c_leaves_at_once(run_train):
-    """A step that takes a minute; two Ctrl-C leave all the same, also after a SIGTERM."""
-    hang = at_step(
-        5,
-        """
-        import threading
-        print("PID", os.getpid(), flush=True)
-        for delay, number in enumerate((signal.SIGTERM, signal.SIGINT, signal.SIGINT), 1):
-            threading.Timer(delay / 5, os.killpg, (0, number)).start()
-        time.sleep(60)
-        """,
-    )
-    # how often a worker of torch asks whether its parent is there: 5 s
-    soon = "torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.5\n"
-    start = time.monotonic()
-    done = run_train("run", "--num_workers=2", before=soon + hang, code=130)
-    assert time.monotonic() - start < 50
-    assert not done.checkpoint(5).exists()
-    group = done.stdout.split("PID ")[1].split()[0]
-    wait_for(lambda: subprocess.run(["pgrep", "-g", group], check=False).returncode == 1)
+@pytest.fixture
+def resumes(run_train, straight):
+    """resumes(out_dir): the same command ends with the bits and rows of `straight`."""
+
+    def check(out_dir="run"):
+        done = run_train(out_dir, *EVERYTHING)
+        assert done.fingerprint() == straight.fingerprint() and steps(done) == [*range(1, 13)]
+        assert not list(done.out_dir.glob("*.tmp"))
+        return done
+
+    return check
 
 
-def test_sigusr1_keeps_a_checkpoint_and_training_continues(run_train, straight):
-    ask = at_step(6, "os.killpg(0, signal.SIGUSR1)")
-    die = stop_at(8, "SIGKILL")
-    run_train("run", *EVERYTHING, "--save_interval=0", before=ask + die, code=137)
-    done = run_train("run", *EVERYTHING)
-    assert "ckpt_00000006.pt\n" in done.stdout
-    assert done.fingerprint(12) == straight.fingerprint(12)
+# ---- the disk ------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_stop_is_served_while_the_next_batch_is_not_there(run_train, straight, workers):
-    """No row stands twice afterwards, and the end is that of a run without the stop."""
-    hang = """
-import threading
-def slow(self, place, inner=train.ShuffledWindows.__getitem__):
-    if place[0] == 6 * 8:
-        time.sleep(1000)
-    return inner(self, place)
-train.ShuffledWindows.__getitem__ = slow
-""" + at_step(6, "threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()")
-    flags = (*EVERYTHING, "--eval_interval=3", f"--num_workers={workers}")
-    start = time.monotonic()
-    stopped = run_train("run", *flags, before=hang, code=143)
-    assert time.monotonic() - start < 60 and stopped.checkpoint(6).exists()
-    done = run_train("run", *flags)
-    assert [row["step"] for row in done.rows("eval")] == [0, 3, 6, 9, 12]
-    assert [row["step"] for row in done.rows("train")] == list(range(1, 13))
-    assert states_equal(done.fingerprint(12), straight.fingerprint(12), "state")
-
-
-@pytest.mark.parametrize("script", ["train.py", "report.py"])
-def test_ctrl_c_in_the_imports_is_one_line(script, tmp_path):
-    """An import that takes long, of a module that every script needs."""
-    (tmp_path / "numpy.py").write_text("import time; print(flush=True); time.sleep(60)")
-    env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    process = subprocess.Popen(
-        [sys.executable, script], cwd=REPO, env=env, text=True, stdout=-1, stderr=-1
-    )
-    process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[1] == "stopped by Ctrl-C\n"
-    assert process.returncode == 130
-
-
-def test_what_failed_before_the_first_save_gets_no_advice_that_cannot_work(run_train):
-    """Nor does the log hold a text of any length."""
-    done = run_train("run", before=around("evaluate", "raise ValueError('long ' * 9999)"), code=1)
-    assert "type the same command" not in done.stdout and "python " not in done.stdout
-    assert len(done.facts["ended"]) < 400 and len(events(done, "end")[0]["ended"]) < 400
-    ask = around("evaluate", "os.kill(os.getpid(), signal.SIGINT)")
-    stopped = run_train("stopped", before=ask, code=130)
-    assert "inf" not in stopped.stdout and "python " not in stopped.stdout
-    assert stopped.stderr == "stopped by Ctrl-C\n"
-
-
-# ---- SIGKILL -------------------------------------------------------------------------------------
-
-STORM = "--n_embd=64 --save_interval=3 --eval_interval=6 --log_interval=7 --milestone_interval=30"
-
-
-def killer(folder, chance, in_save):
-    """Source: a process that kills this one after up to 4 more checkpoints, or in a save then."""
-    return f"""
-import pathlib, random
-def newest():
-    return max([int(path.stem[5:]) for path in folder.glob("ckpt_*.pt")], default=-3)
-def until(condition):
-    while os.getppid() == victim and not condition():
-        time.sleep(0.001)
-if os.fork() == 0:
-    victim, chance, folder = os.getppid(), random.Random({chance}), pathlib.Path("{folder}")
-    more = chance.randrange(5)
-    goal = newest() + 3 * more
-    until(lambda: newest() >= goal)
-    time.sleep(chance.uniform(0, 0.03 if more else 0.6))
-    until(lambda: not {in_save} or list(folder.glob("*.pt.tmp")))
-    time.sleep(chance.uniform(0, 0.002))
-    if os.getppid() == victim:
-        os.kill(victim, signal.SIGKILL)
-    os._exit(0)
+FILL = """
+filler = run.folder.path.parent / "filler"
+try:
+    with open(filler, "wb", buffering=0) as file:
+        while file.write(bytes(50_000)) == 50_000:
+            pass
+except OSError:
+    pass
 """
+CLEAR = "(run.folder.path.parent / 'filler').unlink()"
 
 
-@pytest.mark.parametrize(
-    "kills, steps", [(3, 60), pytest.param(20, 390, marks=pytest.mark.slow)], ids=["3", "20"]
-)
-def test_a_storm_of_sigkills_loses_nothing(run_train, tmp_path, kills, steps):
-    flags = [*EVERYTHING, *STORM.split(), f"--max_steps={steps}"]
-    straight = run_train("straight", *flags)
-    folder, in_saves, at = tmp_path / "run", 0, []
-    for number in range(kills):
-        killed = run_train("run", *flags, before=killer(folder, number, number % 2), code=None)
-        assert killed.returncode in (137, 0)  # 0: it was faster
-        assert "damaged" not in killed.stdout
-        in_saves += any(folder.glob("*.pt.tmp"))
-        for path in folder.glob("*.pt"):
-            checkpoint.load(path)
-        at.append([checkpoint.step_of(path) for path in folder.glob("ckpt_*.pt")])
-    done = run_train("run", *flags)
-    print(f"{kills} kills, {in_saves} of them in a save, with these checkpoints: {at}")
-    assert in_saves or kills < 20
-    assert done.fingerprint(steps) == straight.fingerprint(steps)
-    assert fingerprint(folder / "best.pt") == fingerprint(straight.out_dir / "best.pt")
-    assert not list(folder.glob("*.tmp")) and not list(folder.glob("*.corrupt"))
-    rows = [[(row["kind"], row["step"]) for row in run.rows() if row["kind"] != "event"]
-            for run in (done, straight)]  # fmt: skip
-    assert rows[0] == rows[1]
+def test_a_disk_that_is_full_for_a_while_costs_nothing_but_a_save(run_train, resumes, small_disk):
+    full = at_step(6, FILL) + at_step(10, CLEAR)
+    done = run_train(small_disk(6) / "run", *EVERYTHING, before=full)
+    (event,) = done.events("save_failed")
+    assert event["step"] == 8 and "No space left on device" in event["text"]
+    assert done.stdout.count("ckpt_00000008.pt is not saved") == 1
+    resumes(done.out_dir)
 
 
-@pytest.mark.parametrize("file, whole", [("", None), ("0008", 4)], ids=["first", "third"])
-def test_a_kill_within_a_save_leaves_no_half_checkpoint(run_train, straight, file, whole):
-    """The one before it is whole, and the resume begins there; without one, a run starts again."""
-    in_save = f"""
-def save(value, path, inner=torch.save):
-    name = str(getattr(path, "name", ""))  # none: a trial in memory
-    if not name or "{file}" not in name:
-        return inner(value, path)
-    path.write(b"half a checkpoint")
-    path.flush()
-    os.kill(os.getpid(), 9)
-torch.save = save
+@pytest.mark.parametrize("how, code", [("end", 0), ("stop", 143)])
+def test_a_disk_that_is_full_at_the_end_or_at_a_stop_is_waited_for(
+    run_train, resumes, small_disk, how, code
+):
+    """And if it stays full the run ends, with the newest checkpoint."""
+    disk = small_disk(6)
+    full = at_step(9, FILL) + (stop_at(10) if how == "stop" else "")
+    stays = FAST_CLOCK.format(then="pass") + full
+    done = run_train(disk / "stays", *EVERYTHING, before=stays, code=code or 1)
+    is_one_line(done, "No space left on device", "ckpt_00000008.pt")
+    (disk / "filler").unlink()
+    resumes(disk / "stays")
+    shutil.rmtree(disk / "stays")
+    cleared = FAST_CLOCK.format(then=f"if len(waits) == 3: os.unlink('{disk}/filler')") + full
+    done = run_train(disk / "run", *EVERYTHING, before=cleared, code=code)
+    assert done.checkpoint(10 if how == "stop" else 12).exists()
+    resumes(disk / "run")
+
+
+def test_a_best_that_could_not_be_written_is_written_by_the_next_save(run_train):
+    fails = """
+values = iter([3.0, 2.0, 4.0, 4.0])
+train.evaluate = lambda run: {"val_loss": next(values)}
+def write_copies(folder, parts, names, inner=plumbing.write_copies):
+    if parts["state"]["step"] == 4 and "best.pt" in names and not failed:
+        failed.append(1)
+        raise OSError(5, "Input/output error")
+    inner(folder, parts, names)
+failed = []
+plumbing.write_copies = write_copies
 """
-    killed = run_train("run", *EVERYTHING, before=in_save, code=137)
-    assert list(killed.out_dir.glob("*.pt*.tmp"))
-    for path in killed.out_dir.glob("*.pt"):
-        checkpoint.load(path)
-    assert killed.checkpoint(4).exists() == (whole == 4)
-    done = run_train("run", *EVERYTHING)
-    assert "damaged" not in done.stdout
-    assert done.fingerprint(12) == straight.fingerprint(12)
-    assert [row["step"] for row in done.rows("eval")] == [0, 12]
+    done = run_train("run", *EVERYTHING, "--eval_interval=4", before=fails)
+    assert done.stdout.count("Input/output error") == 1
+    best = torch.load(done.out_dir / "best.pt", weights_only=True)["state"]
+    assert (best["step"], best["best_val_loss"]) == (4, 2.0)
 
 
 # ---- checkpoints that are no good ----------------------------------------------------------------
 
 
-class Bomb:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.path),)
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
-DAMAGES = {  # of a checkpoint; a bomb makes the folder `boom`
-    "truncated": lambda path, bomb: os.truncate(path, path.stat().st_size * 2 // 3),
-    "a bit": lambda path, bomb: flip_a_bit(path),
-    "a pickle bomb": lambda path, bomb: path.write_bytes(pickle.dumps(bomb)),
-    "a bomb in a zip": lambda path, bomb: torch.save({"state": bomb}, path),
+DAMAGES = {
+    "cut": lambda path: os.truncate(path, path.stat().st_size * 2 // 3),
+    "flipped": flip_a_bit,
+    "empty": lambda path: path.write_bytes(b""),
 }
 
 
-@pytest.fixture(scope="session")
-def interrupted(train_in, tmp_path_factory):
-    """The folder of a run that was killed at step 11, with checkpoints of steps 4 and 8."""
-    folder = tmp_path_factory.mktemp("interrupted")
-    killed = train_in(folder, "run", *EVERYTHING, before=stop_at(11, "SIGKILL"), code=137)
-    names = {path.name for path in killed.out_dir.glob("*.pt")}
-    assert names == {"ckpt_00000004.pt", "ckpt_00000008.pt", "best.pt"}
-    return killed.out_dir
+@pytest.fixture(scope="module")
+def killed(train_in, tmp_path_factory):
+    """killed(folder) makes in it the `run` that was killed at step 11, saved at steps 4 and 8."""
+    folder, kill = tmp_path_factory.mktemp("killed"), stop_at(11, "SIGKILL")
+    made = train_in(folder, "run", *EVERYTHING, before=kill, code=137)
+    return lambda folder: shutil.copytree(made.out_dir, folder / "run")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
-    run_train, straight, interrupted, tmp_path, damage
-):
-    shutil.copytree(interrupted, tmp_path / "run")
-    path = tmp_path / "run/ckpt_00000008.pt"
-    DAMAGES[damage](path, Bomb(tmp_path / "run" / "boom"))
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(resumes, killed, tmp_path, damage):
+    path = killed(tmp_path) / "ckpt_00000008.pt"
+    DAMAGES[damage](path)
     content = path.read_bytes()
-    done = run_train("run", *EVERYTHING)
-    words = "a checksum is wrong, it is cut off, or no checkpoint|it is no checkpoint of train.py"
-    line = rf"ckpt_00000008.pt is damaged \(({words})\): an older checkpoint is tried\n"
-    assert re.search(line, done.stdout), done.stdout
-    assert "ckpt_00000004.pt\n" in done.stdout
-    assert (tmp_path / "run/ckpt_00000008.pt.corrupt").read_bytes() == content
-    assert not (tmp_path / "run/boom").exists()
-    assert done.fingerprint(12) == straight.fingerprint(12)
+    done = resumes()
+    assert "ckpt_00000008.pt is damaged" in done.stdout
+    assert [row["checkpoint"] for row in done.events("resume")] == ["ckpt_00000004.pt"]
+    assert Path(f"{path}.damaged").read_bytes() == content
 
 
-def test_an_error_in_reading_a_checkpoint_is_no_damage(run_train, interrupted, tmp_path):
-    """A disk that answers EIO."""
-    shutil.copytree(interrupted, tmp_path / "run")
-    before = tree(tmp_path / "run")
-    fail = """
+def test_an_error_of_reading_is_no_damage_and_changes_nothing(run_train, killed, tmp_path):
+    before = tree(killed(tmp_path))
+    fails = """
 import errno, zipfile
 def read(file, inner=zipfile.ZipFile.testzip):
-    if "ckpt_00000008.pt" in str(file.filename or file.fp.name):
-        raise OSError(errno.EIO, "Input/output error")
-    return inner(file)
+    raise OSError(errno.EIO, "Input/output error")
 zipfile.ZipFile.testzip = read
 """
-    done = run_train("run", *EVERYTHING, before=fail, code=2)
-    assert "Traceback" not in done.stderr
-    assert "ckpt_00000008.pt cannot be read (Input/output error)" in done.stderr
-    assert "damaged" not in done.stdout and tree(tmp_path / "run") == before
-
-
-def test_no_checkpoint_is_written_that_could_not_be_read(run_train, straight):
-    """A state that turns into what no checkpoint brings back, such as a number of NumPy's."""
-    numpy = at_step(6, "import numpy; run.state['lr_factor'] = numpy.float64(1)")
-    done = run_train("run", *EVERYTHING, before=numpy, code=1)
-    assert done.rows("train")[-1]["step"] == 8
-    assert "lr_factor" in done.stderr and "numpy.float64" in done.stderr
-    assert not done.checkpoint(8).exists() and checkpoint.load(done.checkpoint(4))
-    done = run_train("run", *EVERYTHING)  # mended
-    assert "damaged" not in done.stdout and done.fingerprint(12) == straight.fingerprint(12)
-
-
-def test_other_files_are_neither_resumed_from_nor_pruned(
-    run_train, straight, interrupted, tmp_path
-):
-    """Names that we do not give; and ckpt_00000099.pt, which says a step that it does not hold."""
-    shutil.copytree(interrupted, tmp_path / "run")
-    content = (tmp_path / "run/ckpt_00000004.pt").read_bytes()
-    others = ("ckpt_3.pt", "ckpt_good.pt", "ckpt_00000008 copy.pt", "ckpt_00000099.pt")
-    for name in others:
-        (tmp_path / "run" / name).write_bytes(content)
-    done = run_train("run", *EVERYTHING, "--keep_last=1")
-    assert "ckpt_00000099.pt is damaged" in done.stdout
-    assert "ckpt_00000008.pt\n" in done.stdout
-    assert done.fingerprint(12) == straight.fingerprint(12)
-    for name in (*others[:3], "ckpt_00000099.pt.corrupt"):
-        assert (done.out_dir / name).read_bytes() == content
-
-
-def test_a_checkpoint_of_another_version_is_refused_and_stays(run_train, interrupted, tmp_path):
-    """In one line, which says where the commit is named whose code can use it."""
-    shutil.copytree(interrupted, tmp_path / "run")
-    path = tmp_path / "run/ckpt_00000008.pt"
-    older = torch.load(path, weights_only=True)
-    del older["format"]
-    torch.save(older, path)
-    before = tree(tmp_path / "run")
-    done = run_train("run", *EVERYTHING, code=2)
-    assert len(done.stderr.splitlines()) == 1 and "its run.json names" in done.stderr
+    done = run_train("run", *EVERYTHING, before=fails, code=2)
+    is_one_line(done, "ckpt_00000008.pt cannot be read (Input/output error)")
     assert tree(tmp_path / "run") == before
 
 
-def test_with_no_good_checkpoint_left_it_says_so_and_stops(run_train, interrupted, tmp_path):
-    shutil.copytree(interrupted, tmp_path / "run")
-    damaged = list((tmp_path / "run").glob("*.pt"))
-    for path in damaged:
+def test_a_folder_without_a_whole_checkpoint_is_not_begun_anew(run_train, killed, tmp_path):
+    folder = killed(tmp_path)
+    for path in folder.glob("ckpt_*.pt"):
         path.write_bytes(path.read_bytes()[:1000])
-    for _ in range(2):  # the second start is not tempted to begin anew
+    for _ in range(2):  # nor by a second try
         done = run_train("run", *EVERYTHING, code=2)
-        assert "no checkpoint that can be read" in done.stderr
-        assert "--out_dir=run_2" in done.stderr
-    for path in damaged:
-        assert path.stat().st_size == 1000  # a refusal renames nothing
-        path.unlink()
-    done = run_train("run", *EVERYTHING, code=2)  # no checkpoint at all, but the rows of a run
-    assert "no checkpoint that can be read" in done.stderr
+        is_one_line(done, "no whole ckpt_STEP.pt; --resume=restart")
+    assert run_train("run", *EVERYTHING, "--resume=restart").checkpoint(12).exists()
 
 
-# ---- the disk ------------------------------------------------------------------------------------
+class Code:
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
 
 
-FILL = f"""{SAVED}
-with open(run.folder.path / "metrics.jsonl", "a") as file:  # no room in its last page either
-    line = '{{"kind": "event", "event": "padding", "step": 5, "padding": ""}}\\n'
-    file.write(line.replace('""', '"' + "x" * ((-file.tell() - len(line)) % 4096) + '"'))
-try:
-    with open(run.folder.path.parent / "filler", "wb", buffering=0) as file:
-        while file.write(bytes(100_000)) == 100_000:
-            pass
-except OSError:
-    pass
+def test_code_in_a_checkpoint_is_not_executed(run_train, killed, tmp_path):
+    path = killed(tmp_path) / "ckpt_00000008.pt"
+    torch.save(torch.load(path, weights_only=True) | {"extra": Code()}, path)
+    done = run_train("run", *EVERYTHING, code=2)
+    is_one_line(done, "ckpt_00000008.pt cannot be read back")
+    assert path.exists() and not (tmp_path / "executed").exists()
+
+
+def test_state_that_no_checkpoint_could_give_back_is_refused_at_the_first_save(run_train):
+    class_of = """
+class Counter:
+    def state_dict(self):
+        return {"n": np.float64(1)}
 """
-CLEAR = f"""{SAVED}
-(run.folder.path.parent / "filler").unlink()
+    put = around("train", "run.extra['counter'] = Counter()")
+    done = run_train("run", before=class_of + put, code=1)
+    is_one_line(done, "keep tensors, numbers and text in what is saved")
+    assert not done.rows("train")
+
+
+# ---- the folder ----------------------------------------------------------------------------------
+
+
+def test_a_folder_is_in_use_by_one_run(run_train):
+    """The same command in another process, in mid-run, is refused, and touches nothing."""
+    other = """
+import sys
+if os.fork() == 0:
+    os.dup2(os.open("other", os.O_WRONLY | os.O_CREAT), 2)
+    try:
+        train.main(sys.argv[1:])
+    except plumbing.BadInput as error:
+        os.write(2, str(error).encode())
+    os._exit(0)
+os.wait()
 """
+    done = run_train("run", before=at_step(4, other))
+    said = (done.out_dir.parent / "other").read_text()
+    assert said == "run is in use by another run; write --out_dir=run_2"
+    assert steps(done) == [*range(1, 13)] and not done.events("resume")
 
 
-def valid_rows(done, steps):
-    rows = done.rows("train")  # raises where a line is no JSON
-    return [row["step"] for row in rows] == list(range(1, steps + 1))
-
-
-def test_a_disk_that_is_full_for_a_while_costs_nothing_but_saves(run_train, straight, small_disk):
-    flags = (*EVERYTHING, "--log_interval=1")
-    before = at_step(6, FILL) + at_step(10, CLEAR)
-    done = run_train(small_disk(60) / "run", *flags, before=before)
-    words = "8 save failed: file ckpt_00000008.pt  error No space left on device"
-    assert done.stdout.count("ckpt_00000008.pt") == done.stdout.count(words) == 1
-    assert [(row["step"], row["file"]) for row in events(done, "save_failed")] == [
-        (8, "ckpt_00000008.pt")
-    ]
-    assert done.stdout.count("metrics.jsonl cannot be written (No space left on device)") == 1
-    assert valid_rows(done, 12)
-    assert done.fingerprint(12) == straight.fingerprint(12)
-    assert not list(done.out_dir.glob("*.tmp"))
-
-
-WAITED = """
-import time
-def sleep(seconds):
-    waits.append(seconds)
-    {then}
-waits = []
-clock = {{"sleep": staticmethod(sleep), "monotonic": time.monotonic}}
-train.checkpoint.time = type("time", (), clock)
+@pytest.mark.parametrize("replaced", [True, False])
+def test_no_row_of_a_folder_that_was_renamed_lands_in_anothers_log(run_train, tmp_path, replaced):
+    """The rows go on in the log that was opened; a checkpoint is not written into a stranger."""
+    move = "os.rename('run', 'moved')"
+    if replaced:
+        move += """
+os.mkdir("run")
+for name in (".lock", "metrics.jsonl"):
+    open(f"run/{name}", "w").close()
 """
+    before = FAST_CLOCK.format(then="pass") + at_step(6, move)
+    done = run_train("run", *EVERYTHING, before=before, code=1)
+    is_one_line(
+        done, "another run has taken the place" if replaced else "No such file or directory"
+    )
+    assert [row["step"] for row in rows(tmp_path / "moved", "train")] == [*range(1, 13)]
+    left = [path.name for path in (tmp_path / "run").glob("*")]
+    assert sorted(left) == ([".lock", "metrics.jsonl"] if replaced else [])
 
 
-def test_a_disk_that_is_full_at_the_end_is_waited_for(run_train, straight, small_disk):
-    """One line, with how much room is needed."""
-    disk = small_disk(60)
-    wait = WAITED.format(then=f"if len(waits) == 2: os.unlink('{disk}/filler')")
-    done = run_train(disk / "run", *EVERYTHING, before=wait + at_step(6, FILL))
-    words = r"waiting for 0\.\d MB on the disk to save ckpt_00000012.pt"
-    assert len(re.findall(words, done.stdout)) == 1
-    assert done.fingerprint(12) == straight.fingerprint(12) and done.facts["ended"] == "finished"
+# ---- the terminal, signals -----------------------------------------------------------------------
 
 
-def test_a_wait_for_room_ends_at_ctrl_c_with_a_good_checkpoint(run_train, straight, small_disk):
-    flags = (*EVERYTHING, "--log_interval=1")
-    disk = small_disk(60)
-    wait = WAITED.format(then="os.kill(os.getpid(), signal.SIGINT)")
-    done = run_train(disk / "run", *flags, before=wait + at_step(6, FILL), code=130)
-    assert "Ctrl-C" in done.stderr and "Traceback" not in done.stderr
-    assert checkpoint.load(done.checkpoint(4))["state"]["step"] == 4
-    assert not list(done.out_dir.glob("*.tmp"))
-    (disk / "filler").unlink()
-    done = run_train(disk / "run", *flags)
-    assert done.fingerprint(12) == straight.fingerprint(12)
-    assert valid_rows(done, 12)
-
-
-BROKEN = """
-import errno, time
-real = os.fsync
-train.checkpoint.PAUSE, train.checkpoint.LIMIT, train.checkpoint.LIMIT_AFTER_SIGNAL = 0.2, 3, 1
-def fails(descriptor):
-    if time.monotonic() < end:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-    real(descriptor)
+def test_two_ctrl_c_end_a_step_that_hangs(run_train, resumes):
+    hang = """
+import threading
+for delay, number in enumerate((signal.SIGTERM, signal.SIGINT, signal.SIGINT), 1):
+    threading.Timer(delay / 5, os.kill, (os.getpid(), number)).start()
+time.sleep(60)
 """
-BREAK = """
-global end
-end = time.monotonic() + {seconds}
-os.fsync = fails
+    done = run_train("run", *EVERYTHING, before=at_step(6, hang), code=130, limit=30)
+    assert "Ctrl-C again stops now" in done.stdout and not done.checkpoint(5).exists()
+    assert [row["checkpoint"] for row in resumes().events("resume")] == ["ckpt_00000004.pt"]
+
+
+def test_a_closed_terminal_stops_a_run_with_a_checkpoint(run_train, resumes):
+    terminal = """
+import fcntl, pty, termios
+ours, theirs = pty.openpty()
+fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+for number in (0, 1, 2):
+    os.dup2(theirs, number)
+os.close(theirs)
 """
+    run_train("run", *EVERYTHING, before=terminal + at_step(6, "os.close(ours)"), code=129)
+    assert [row["checkpoint"] for row in resumes().events("resume")] == ["ckpt_00000006.pt"]
 
 
-@pytest.mark.parametrize("seconds, count", [(0.5, 1), (99, 1), (99, 2)])
-def test_an_error_of_the_save_after_a_signal_is_tried_again_for_a_while(run_train, seconds, count):
-    stop = BREAK.format(seconds=seconds) + "os.kill(os.getpid(), signal.SIGTERM)"
-    before = ranks(count, "import os, signal" + BROKEN + at_step(6, SAVED + stop))
-    done = run_train("run", "--save_interval=4", before=before, code=143)
-    is_saved = seconds < 1
-    assert done.checkpoint(6).exists() == is_saved and done.checkpoint(4).exists()
-    newest = f"the newest checkpoint: step 4 in {done.out_dir}"
-    assert done.stderr.count(newest) == (not is_saved), "once, whatever the number of ranks"
-    assert len(events(done, "saved")) == 3 and len(events(done, "save_failed")) == 1
-
-
-def test_a_folder_that_is_gone_ends_the_run_at_its_next_rows_unless_it_comes_back(run_train):
-    move = "os.rename(run.folder.path, str(run.folder.path) + '_moved')"
-    back = "os.rename(str(run.folder.path) + '_moved', run.folder.path)"
-    begin = "import os" + BROKEN
-    flags = ("--max_steps=60", "--log_interval=2")
-    done = run_train("run", *flags, before=begin + at_step(6, SAVED + move), code=1)
-    assert "ckpt_00000007.pt could not be saved: No such file or directory" in done.stderr
-    assert "the newest checkpoint: step 0 in" in done.stderr and not done.out_dir.exists()
-    wait = f"import time\nreal_sleep = time.sleep\ndef sleep(s):\n    {back}\n    time.sleep = real_sleep"
-    begin += "\n" + wait.replace("run.folder.path", repr(str(done.out_dir.with_name("again"))))
-    begin += "\ntime.sleep = sleep\n"
-    done = run_train("again", *flags, before=begin + at_step(6, SAVED + move))
-    assert valid_rows(done, 60)
-
-
-def test_a_save_in_the_background_holds_the_state_of_its_own_step(run_train):
-    """Though the loop goes on meanwhile."""
-    wait = """
-def save(saver, names, required=False, inner=train.checkpoint.Saver.save):
-    inner(saver, names, required=True)
-train.checkpoint.Saver.save = save
-"""
-    late = around("checkpoint.Saver.write", "time.sleep(0.3)")
-    flags = ("--save_interval=3", "--keep_last=9", "--ema_decay=0.9")
-    waited, went_on = (run_train(n, *flags, before=b) for n, b in (("w", wait), ("l", late)))
-    for step in (3, 6, 9, 12):
-        assert went_on.fingerprint(step) == waited.fingerprint(step)
+def test_a_run_whose_output_cannot_be_written_trains_on(run_train, straight):
+    closed = "r, w = os.pipe(); os.close(r); os.dup2(w, 1); os.dup2(w, 2)"
+    done = run_train("run", *EVERYTHING, before=closed)  # a pipe that nobody reads
+    assert done.fingerprint() == straight.fingerprint()
 
 
 # ---- workers -------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_is_killed_ends_the_run_with_a_message(run_train, straight):
-    kill = at_step(
-        6,
-        """
-        import multiprocessing
-        os.kill(multiprocessing.active_children()[0].pid, 9)
-        """,
-    )
-    start = time.monotonic()
-    done = run_train("run", *EVERYTHING, "--max_steps=400", before=kill, code=1)
-    assert time.monotonic() - start < 80
-    assert "DataLoader worker" in done.stderr and "Traceback" not in done.stderr
-    assert "the same command resumes" in done.stderr
+def test_a_worker_that_is_killed_ends_the_run_with_one_line(run_train):
+    kill = """
+import multiprocessing
+os.kill(multiprocessing.active_children()[0].pid, 9)
+"""
+    flags = (*EVERYTHING, "--num_workers=1", "--max_steps=300")
+    done = run_train("run", *flags, before=at_step(6, kill), code=1)
+    is_one_line(done, "a data worker was killed", "the same command resumes")
 
 
-# ---- numbers that are not finite -----------------------------------------------------------------
+SPAWNED = """
+import mmap
+import multiprocessing
+import os
 
-SOON = "train.MAX_SKIPPED = 2\n"
-LATE_NAN = """
-import os, sys
 import train
-inner = train.train_step
-def train_step(model, run, inputs, targets, lr):
-    bad = float("nan") if run.state["step"] >= 5 and lr > 4e-4 else 1.0
-    return inner(model, run, inputs, targets, lr) if bad == 1 else {
-        **inner(lambda *batch: run.model(*batch) * bad, run, inputs, targets, lr)}
-train.train_step = train_step
-if __name__ == "__main__":
-    sys.exit(train.main())
+
+multiprocessing.set_start_method("spawn", force=True)
+train.knob("alpha", 0.5, "of nothing")
+
+
+class Windows(train.ShuffledWindows):
+    def __getitem__(self, place):
+        is_file = isinstance(self.tokens.base, mmap.mmap)
+        with open("read.txt", "a") as file:
+            print(os.getpid(), train.batch_size, train.alpha, is_file, file=file)
+        return super().__getitem__(place)
+
+
+train.ShuffledWindows = Windows
+train.main()
 """
 
 
-def test_ten_bad_steps_in_a_row_end_the_run_with_two_commands_that_work(tmp_path, data_dir):
-    (tmp_path / "late nan.py").write_text(LATE_NAN)
-    _, *flags = arguments("run", data_dir, ("--save_interval=4", "--max_steps=30"))
-
-    def typed(*words):
-        path = f"{REPO}:{os.environ.get('PYTHONPATH', '')}"
-        return run_python(*words, cwd=tmp_path, PYTHONPATH=path)
-
-    done = typed("late nan.py", *flags)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    first, lower, look = done.stderr.splitlines()
-    for words in (
-        "not finite in 10 steps in a row, at step 15",
-        "lr 0.00",
-        "grad_norm",
-        "loss nan",
-    ):
-        assert words in first
-    assert [row["step"] for row in read_rows(tmp_path / "run", "train")] == [*range(1, 16)]
-    for path in (tmp_path / "run").glob("*.pt"):
-        saved = checkpoint.load(path)
-        assert all(part.isfinite().all() for part in tensors([saved["model"], saved["optimizer"]]))
-    again = typed(*flags_of(lower))
-    assert again.returncode == 0, again.stderr
-    rows = read_rows(tmp_path / "run_2", "train")
-    assert rows[0]["step"] == 13 and rows[-1]["step"] == 30 and not any(r["skipped"] for r in rows)
-    replayed = typed(*flags_of(look))
-    assert "first tensor that is not finite" in replayed.stdout, replayed.stderr
+def test_spawned_workers_compute_with_the_knobs_of_the_run(python_train, once, tmp_path):
+    """As on macOS, of a script without `if __name__`, too; and a memmap is not copied to them."""
+    (tmp_path / "lab.py").write_text(SPAWNED)
+    flags = ("--num_workers=1", "--alpha=0.25", "--max_steps=4")
+    done = python_train("run", *flags, script="lab.py")
+    read = {tuple(line.split()) for line in (tmp_path / "read.txt").read_text().splitlines()}
+    assert {line[1:] for line in read} == {("8", "0.25", "True")}
+    losses = [row["loss"] for row in done.rows("train")]
+    expected = [row["loss"] for row in once("--max_steps=4", threads=None).rows("train")]
+    assert steps(done) == [1, 2, 3, 4] and losses == pytest.approx(expected, rel=1e-5)
 
 
-def flags_of(line):
-    """The words after `python` of a command that stands at the end of a line."""
-    return shlex.split(line.partition(": ")[2])[1:]
-
-
-@pytest.mark.parametrize("step", [11, 9])
-def test_a_run_that_ends_by_bad_steps_does_so_after_a_stop_too(run_train, step):
-    """They are counted across a stop, and skipped updates are saved like others."""
-    flags = (*EVERYTHING, "--max_steps=20", "--log_interval=1", "--save_interval=3")
-    bad = "train.MAX_SKIPPED = 4\n" + bad_batches([8, 9, 10, 11])
-    straight = run_train("straight", *flags, before=bad, code=1)
-    run_train("run", *flags, before=bad + stop_at(step, "SIGINT"), code=130)
-    done = run_train("run", *flags, before=bad, code=1)
-    assert "at step 12" in straight.stderr and "at step 12" in done.stderr
-    assert events(done, "resume_checked")[0]["first_difference"] is None
-    assert done.fingerprint(9) == straight.fingerprint(9)
-
-
-@pytest.mark.parametrize("dtype, code", [("float16", 0), ("float32", 1)])
-def test_a_loss_scale_that_is_being_lowered_ends_no_run(run_train, dtype, code):
-    bad = SOON + bad_batches([1, 2, 3, 4], "grad = torch.full_like(w, math.inf)")
-    done = run_train("run", f"--dtype={dtype}", "--log_interval=1", before=bad, code=code)
-    assert [row["skipped"] for row in done.rows("train")][:3] == [0, 1, 1]
-
-
-def test_a_loss_above_its_first_value_is_an_event_and_training_continues(run_train):
-    high = bad_batches(list(range(1, 99)), "loss + 5")
-    skipped_too = bad_batches([8], "loss * math.nan")
-    before = "train.MAX_HIGH = 4\n" + high + skipped_too
-    done = run_train("run", "--log_interval=1", before=before)
-    (event,) = events(done, "diverging")
-    assert event["step"] == 5 and event["loss"] > event["first"]
-    assert "diverging" in done.stdout and "warning" in done.stdout
-
-
-@pytest.mark.slow
-def test_each_width_of_a_compiled_run_is_compiled_and_torch_says_why(run_train):
-    widths = """
-def padded(self, place, inner=train.ShuffledWindows.__getitem__):
-    return [part[:, : 12 + place[0] // 8 % 5] for part in inner(self, place)]
-train.ShuffledWindows.__getitem__ = padded
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_row_that_cannot_be_read_is_named_and_the_steps_so_far_are_saved(run_train, workers):
+    bad = """
+def broken(self, number, inner=data_augmented.Moved.__getitem__):
+    if number == 177:
+        raise ValueError("not a picture")
+    return inner(self, number)
+data_augmented.Moved.__getitem__ = broken
 """
-    done = run_train("run", "--compile=true", "--max_steps=6", before=widths, timeout=600)
-    assert "expected 14, actual 15" in done.stderr
+    flags = (f"--num_workers={workers}", "--max_steps=80")
+    done = run_train("run", *flags, before=AUGMENTED + bad, code=1)
+    assert "ValueError: not a picture" in done.stderr
+    assert "while reading row 177 of Moved" in done.stderr
+    last = max(int(path.stem[5:]) for path in done.out_dir.glob("ckpt_*.pt"))
+    assert 0 < last < 75 and steps(done) == [*range(1, last + 1)]
+    saved = torch.load(done.checkpoint(last), weights_only=True)
+    assert saved["state"]["tokens"] == 8 * last
 
 
 # ---- memory --------------------------------------------------------------------------------------
 
-
-def out_of_memory(most, from_step=0):
-    """Source: a GPU with room for `most` sequences in a micro-batch, from that step on."""
-    lacks = f"run.state['step'] >= {from_step} and run.state['micro_batch'] > {most}"
-    error = "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')"
-    return around("forward_backward", then=f"if {lacks}: raise {error}")
-
-
-@pytest.mark.parametrize("most, from_step", [(2, 0), (4, 5)], ids=["warm-up", "step 6"])
-def test_memory_that_runs_out_in_mid_run_halves_the_micro_batch_and_does_the_step_again(
-    run_train, most, from_step
-):
-    """The gradients and random numbers of the attempt that failed leave no trace."""
-    flags = ("--dropout=0.1", "--log_interval=4")  # the event is not of the step of the next line
-    done = run_train("run", *flags, before=out_of_memory(most, from_step))
-    (event,) = events(done, "out_of_memory")
-    assert (event["step"], event["micro_batch"]) == (from_step and 6, most)
-    if from_step:
-        run_train("asked", *flags, before=stop_at(5), code=143)
-    split = (f"--batch_size={most}", f"--accum_steps={8 // most}")
-    asked = run_train("asked", *flags, *split)
-    assert states_equal(done.fingerprint(12), asked.fingerprint(12), "state")
+NO_MEMORY = {
+    "of torch": "torch.OutOfMemoryError('CUDA out of memory. Tried to allocate 2.00 GiB')",
+    "of a library": "RuntimeError('CUDA error: CUBLAS_STATUS_ALLOC_FAILED')",
+    "of a CPU": 'RuntimeError("DefaultCPUAllocator: can\'t allocate memory")',
+}
 
 
-def test_below_one_sequence_it_says_what_to_try(run_train):
-    done = run_train("run", before=out_of_memory(0), code=1)
-    assert "Traceback" not in done.stderr
-    assert "--grad_checkpoint=true" in done.stderr and "--n_embd" in done.stderr
+def out_of_memory(most, error=NO_MEMORY["of torch"], where="torch.is_grad_enabled()"):
+    """Source: from step 5 on there is room for `most` sequences in a micro-batch, not more."""
+    full = f"run.state['step'] >= 4 and {where} and args[2].shape[0] > {most}"
+    return around("forward", then=f"if {full}: torch.rand(3); raise {error}")
 
 
-def test_memory_that_runs_out_in_an_evaluation_changes_nothing_in_training(run_train):
-    """The evaluation is done again in smaller micro-batches, over the same windows."""
-    small = """
-if run.state["micro_batch"] > 2:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+@pytest.mark.parametrize("error", NO_MEMORY)
+def test_memory_that_runs_out_halves_the_micro_batch_and_takes_the_step_again(run_train, error):
+    """With the same batch and random state: as a run that is told so from that step on."""
+    before = out_of_memory(2, NO_MEMORY[error])
+    done = run_train("run", "--dropout=0.1", before=before)
+    assert [(e["step"], e["micro_batch"]) for e in done.events("out_of_memory")] == [(4, 4), (4, 2)]
+    run_train("asked", "--dropout=0.1", before=stop_at(4), code=143)
+    asked = run_train("asked", "--dropout=0.1", "--batch_size=2", "--accum_steps=4")
+    ours, expected = done.fingerprint(), asked.fingerprint()
+    assert all(ours[part] == expected[part] for part in ("model", "optimizer", "rng"))
+
+
+def test_memory_that_runs_out_in_an_evaluation_changes_nothing_in_training(run_train, once):
+    done = run_train("run", before=out_of_memory(2, where="not torch.is_grad_enabled()"))
+    ours, expected = done.fingerprint(), once().fingerprint()
+    assert all(ours[part] == expected[part] for part in ours if part != "state")
+    assert done.events("out_of_memory")
+    found = [[row["val_loss"] for row in each.rows("eval")] for each in (done, once())]
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("ranks, size, accum", [(1, 1, 2), (2, 4, 2)])
+def test_where_halving_cannot_help_one_line_says_what_to_try(run_train, ranks, size, accum):
+    done = run_train("run", before=out_of_memory(0 if ranks == 1 else 2), ranks=ranks, code=1)
+    tip = f"out of memory; try --batch_size={size} --accum_steps={accum}"
+    assert tip in done.stderr and "Traceback" not in done.stderr
+
+
+# ---- numbers that are not finite -----------------------------------------------------------------
+
+
+def poisoned(first, last, value):
+    """Source: the gradient of one weight is `value` in these steps."""
+    hook = f"""
+def poison(grad):
+    is_due = run_of[0].wrapped is not None and {first} <= run_of[0].state["step"] + 1 <= {last}
+    return torch.full_like(grad, {value}) if is_due else grad
+run_of = []
 """
-    flags = ("--dropout=0.1", "--eval_tokens=100")
-    done = run_train("run", *flags, before=around("sum_losses_of_batch", then=small))
-    assert events(done, "out_of_memory") == []
-    enough = run_train("enough", *flags)
-    assert states_equal(done.fingerprint(12), enough.fingerprint(12), "state")
-    for one, other in zip(done.rows("eval"), enough.rows("eval"), strict=True):
-        assert one["val_tokens"] == other["val_tokens"] == 112  # 7 windows of 16
-        assert one["val_loss"] == pytest.approx(other["val_loss"], rel=1e-6)
-    assert len(done.rows("eval")) > 1
+    put = "run_of.append(run); run.model.head.weight.register_hook(poison)"
+    return hook + around("build_parts", then=put)
+
+
+NOT_FINITE = [  # dtype, value, whether it ends the run
+    ("float32", "torch.nan", True),
+    ("float32", "torch.inf", True),
+    ("float16", "torch.inf", False),
+]
+
+
+@pytest.mark.parametrize("dtype, value, ends", NOT_FINITE)
+def test_ten_bad_steps_in_a_row_end_a_run_but_a_scale_that_is_lowered_does_not(
+    run_train, dtype, value, ends
+):
+    """From the first scale of float16 down; also across a stop."""
+    flags, source = (
+        (f"--dtype={dtype}", "--max_steps=20", "--save_interval=2"),
+        poisoned(5, 17, value),
+    )
+    run_train("run", *flags, before=source + stop_at(9), code=143)
+    done = run_train("run", *flags, before=source, code=int(ends))
+    rows = done.rows("train")
+    assert [row["step"] for row in rows if row["skipped"]] == [*range(5, 15 if ends else 18)]
+    if ends:
+        is_one_line(done, "10 steps in a row, up to step 14", "replay.py run --step=14")
+        assert done.fingerprint(12)["model"] == done.fingerprint(10)["model"]
+    else:
+        assert rows[16]["loss_scale"] == 65536 / 2**12 and done.facts["ended"] == "finished"
+
+
+def test_steps_in_which_no_target_counts_are_skipped_and_said_once(run_train):
+    """They end no run: it says that masking is the likely cause."""
+    none = around("train_step", "if run.state['step'] >= 1: args[2].fill_(-100)")
+    done = run_train("run", "--max_steps=16", "--log_interval=1", before=none)
+    assert [row["skipped"] for row in done.rows("train")] == [0] + [1] * 15
+    assert done.facts["ended"] == "finished" and done.facts["state"]["tokens"] == 128
+    assert done.stdout.count("are all masked (-100)?") == 1
+
+
+def test_a_micro_batch_without_targets_adds_nothing(build):
+    """The mean over the targets that count, whatever the split."""
+    found = []
+    for size in ("8", "4", "2"):
+        with build(f"--batch_size={size}") as run:
+            inputs, targets = train.batch_at(run, 0, 8)
+            targets[:4] = targets[5, 3:] = -100
+            numbers = train.train_step(run, inputs, targets, 1e-3)
+            grads = torch.cat([weight.grad.flatten() for weight in run.model.parameters()])
+            found.append([*map(float, numbers.values()), grads])
+    for numbers in found[1:]:
+        assert numbers[:-1] == pytest.approx(found[0][:-1], rel=1e-5)
+        torch.testing.assert_close(numbers[-1], found[0][-1], rtol=1e-4, atol=1e-7)

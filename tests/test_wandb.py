@@ -1,123 +1,30 @@
-"""wandb gets every row at most once, under one id, across kills; whatever it does, training goes
-on."""
+"""Weights & Biases, the real one, offline: each row arrives, under one id, with our own step. What is
+read is the file that `wandb sync` would send."""
 
 import json
-import re
 import struct
-import sys
-import types
-from contextlib import nullcontext
-from importlib.util import find_spec
 
 import pytest
-from conftest import REPO, read_rows
-from helpers import evaluation, event, falling, write_run
-from sources import stop_at
+from sources import around
 
-ON = ("--wandb_log=true", "--max_steps=30", "--eval_interval=10", "--save_interval=10")
-ON += ("--log_interval=1",)
-FAKE = """
-import json, pathlib
-class Settings:
-    mode = "offline"
-    sync_dir = "somewhere"
-    def __init__(self, *_, **__): self.settings = self
-setup = Settings
-class Run:
-    url, settings, starting_step = "", Settings(), 0
-    def __init__(self, dir, id):
-        folder = pathlib.Path(dir, "wandb")
-        number = len(list(folder.glob("*"))) if folder.exists() else 0
-        self.path = folder / f"offline-run-{number}-{id}" / "rows.jsonl"
-        self.path.parent.mkdir(parents=True)
-    def define_metric(self, *_, **__): pass
-    def log(self, row, step):
-        with self.path.open("a") as file: print(json.dumps([step, row]), file=file)
-    def finish(self, exit_code): pass
-def init(dir, id, **_): return Run(dir, id)
+wandb = pytest.importorskip("wandb")
+ON = ("--wandb_log=true", "--max_steps=8", "--eval_interval=4", "--log_interval=1")
+OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_X_DISABLE_STATS": "true"}
+# A fork that logs a picture at each evaluation, which moves the step of wandb's own.
+PICTURE = """
+def log_picture(run, row):
+    if row["kind"] == "eval":
+        import wandb
+        for _ in range(3):
+            run.wandb.log({"picture": wandb.Image(np.zeros((4, 4)))})
+train.on_row.append(log_picture)
 """
-BROKEN = {
-    "is missing": ("raise ImportError('No module named wandb')", "No module named wandb"),
-    "breaks in mid-run": (FAKE + "def log(*_, **__): 1 / 0\nRun.log = log", "division by zero"),
-    "breaks at the end": (FAKE + "def f(*_, **__): 1 / 0\nRun.finish = f", "division by zero"),
-}
 
 
 @pytest.fixture
-def wandb(tmp_path):
-    """wandb(source) -> source that makes it the module `wandb` of a run."""
-
-    def use(source):
-        (tmp_path / "wandb.py").write_text(source)
-        return f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-
-    return use
-
-
-def sent(done):
-    """({step: the numbers sent for it, in one}, the events, the id) of the newest session below
-    out_dir."""
-    (path,) = done.out_dir.glob("wandb/offline-run-*")
-    steps, events = {}, []
-    for line in (path / "rows.jsonl").read_text().splitlines():
-        step, row = json.loads(line)
-        assert step >= max(steps, default=0)  # or wandb would drop it
-        if "step" not in row:
-            ((name, text),) = row.items()
-            events.append(json.loads(text))
-            assert name == f"events/{events[-1]['event']}"
-        else:
-            steps.setdefault(step, {}).update(row)
-    return steps, events, path.name.split("-")[3]
-
-
-def logged(done):
-    """{sequences: the train and the eval row of metrics.jsonl in one, as wandb names them}"""
-    steps = {}
-    for row in done.rows("train") + done.rows("eval"):
-        kind = {"train": "train", "eval": "val"}[row.pop("kind")]
-        step = row.pop("step")
-        named = {f"{kind}/{name.removeprefix('val_')}": row[name] for name in row}
-        steps.setdefault(8 * step, {"step": step}).update(named)
-    return steps
-
-
-def test_every_row_arrives_and_no_bit_of_the_run_changes(run_train, wandb):
-    done = run_train("run", *ON, before=wandb(FAKE))
-    assert done.stderr == "", done.stderr
-    assert sent(done) == (logged(done), done.rows("event"), done.facts["wandb_id"])
-    without = run_train("without", *ON, "--wandb_log=false", before=wandb(FAKE))
-    assert "wandb" not in without.stdout and not list(without.out_dir.glob("wandb*"))
-    assert without.fingerprint(30) == done.fingerprint(30)
-
-
-def test_after_kills_every_row_arrives_once_and_the_run_stays_one(run_train, wandb):
-    """The second kill comes before the first one's last row, which metrics.jsonl then lacks."""
-    for step in (19, 14):
-        run_train("run", *ON, before=wandb(FAKE) + stop_at(step, "SIGKILL"), code=137)
-    stopped = run_train("run", *ON, before=wandb(FAKE) + stop_at(22, "SIGINT"), code=130)
-    assert stopped.stderr == ""  # Ctrl-C stays ours
-    assert list(sent(stopped)[0]) == [8 * step for step in range(23)]
-    done = run_train("run", *ON, before=wandb(FAKE))
-    assert sent(done) == (logged(done), done.rows("event"), done.facts["wandb_id"])
-
-
-def test_what_the_server_has_is_not_sent_again(run_train, wandb):
-    """Online, a killed run has sent what it has sent: the server names its next step."""
-    has_ten_steps = FAKE.replace("Settings(), 0", "Settings(), 80")
-    done = run_train("run", *ON, before=wandb(has_ten_steps))
-    assert list(sent(done)[0]) == [8 * step for step in range(10, 31)]
-
-
-@pytest.mark.parametrize("how", BROKEN)
-def test_a_wandb_that_fails_is_one_line_and_training_continues(how, run_train, wandb):
-    source, words = BROKEN[how]
-    done = run_train("run", *ON, before=wandb(source))
-    assert done.stderr == "", done.stderr
-    said = [line for line in done.stdout.splitlines() if line.startswith("wandb ")]
-    said = [line for line in said if line != "wandb    somewhere"]
-    assert len(said) == 1 and words in said[0] and "training continues without it" in said[0]
-    assert len(read_rows(done.out_dir, "train")) == 30
+def train(run_train):
+    """train(out_dir, *flags, ...): run_train with W&B on, offline."""
+    return lambda out_dir, *flags, **how: run_train(out_dir, *ON, *flags, env=OFFLINE, **how)
 
 
 def records_in(path):
@@ -136,43 +43,53 @@ def records_in(path):
             whole = b""
 
 
-@pytest.mark.slow
-def test_the_real_wandb_holds_the_rows_and_the_resolved_knobs(run_train):
-    """In its own file, after a kill and a resume."""
-    offline = {"WANDB_MODE": "offline"}
-    run_train("run", *ON, env=offline, before=stop_at(19, "SIGKILL"), code=137)
-    done = run_train("run", *ON, env=offline)
-    assert done.stderr == "" and "continues without it" not in done.stdout
-    (path,) = done.out_dir.glob("wandb/offline-run-*/*.wandb")
-    losses, config, ids = {}, {}, set()
-    for record in records_in(path):
-        config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
-        row = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-        losses |= {row["step"]: row.get("train/loss")} if "step" in row else {}
-        ids |= {record.run.run_id} - {""}
-    assert losses == {0: None} | {row["step"]: row["loss"] for row in done.rows("train")}
-    assert (
-        config["decay_steps"] == 30 and config["dtype"] == done.facts["config"]["dtype"] != "auto"
-    )
-    assert config["git_commit"] == done.facts["git"]["commit"] and config["parameters"] > 0
-    assert config["versions"] == done.facts["versions"] and ids == {done.facts["wandb_id"]}
+def sent(folder):
+    """(rows of numbers, config, ids, the metric that is the x-axis of all, exit codes) of all
+    sessions below `folder`."""
+    rows, config, ids, axes, codes = [], {}, set(), {}, []
+    for path in sorted(folder.rglob("*.wandb"), key=lambda path: path.stat().st_mtime):
+        for record in records_in(path):
+            kind = record.WhichOneof("record_type")
+            if kind == "history":
+                items = record.history.item
+                row = {(i.key or i.nested_key[0]): json.loads(i.value_json) for i in items}
+                rows += [row] if "step" in row else []
+            elif kind == "run":
+                config |= {i.key: json.loads(i.value_json) for i in record.run.config.update}
+                ids.add(record.run.run_id)
+            elif kind == "metric":
+                name = record.metric.glob_name or record.metric.name
+                axes[name] = record.metric.step_metric
+            elif kind == "exit":
+                codes.append(record.exit.exit_code)
+    return rows, config, ids, axes, codes
 
 
-def test_the_lines_for_tensorboard_copy_every_row(tmp_path, monkeypatch):
-    """Those of docs/forks.md: into a stand-in, and into TensorBoard's files where it is installed."""
-    page = (REPO / "docs" / "forks.md").read_text()
-    lines = re.search("python - .*<<'END'\n(.*?)^END$", page, re.MULTILINE | re.DOTALL)[1]
-    rows = [*falling(3), evaluation(3, 1.5), event(3, "diverging", why="so")]
-    monkeypatch.setattr(sys, "argv", ["-", str(write_run(tmp_path / "run", rows))])
-    if find_spec("tensorboard"):
-        exec(lines, {})
-        assert list(tmp_path.glob("run/tensorboard/events*"))
-    written = []
-    add = types.SimpleNamespace(
-        add_scalar=lambda *row: written.append(row), add_text=lambda *row: written.append(row)
-    )
-    stand_in = types.SimpleNamespace(SummaryWriter=lambda path: nullcontext(add))
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stand_in)
-    exec(lines, {})
-    loss = "train/loss", rows[2]["loss"], 3
-    assert {loss, ("eval/val_loss", 1.5, 3), ("diverging/why", "so", 3)} <= set(written)
+def losses(rows, name):
+    return {row["step"]: row[name] for row in rows if name in row}
+
+
+def test_each_row_arrives_under_one_id_whatever_else_is_logged_and_after_a_failure(
+    train, run_train, tmp_path
+):
+    """A failure, which is shown as one, a resume, and pictures of a fork; no bit of the run
+    changes."""
+    fails = around("train_step", "if run.state['step'] == 5: raise ValueError('of mine')")
+    assert "ValueError: of mine" in train("run", before=PICTURE + fails, code=1).stderr
+    done = train("run", before=PICTURE)
+    rows, config, ids, axes, codes = sent(tmp_path)
+    assert losses(rows, "train/loss") == {row["step"]: row["loss"] for row in done.rows("train")}
+    evaluations = {row["step"]: row["val_loss"] for row in done.rows("eval")}
+    assert losses(rows, "eval/val_loss") == evaluations and set(evaluations) == {0, 4, 8}
+    assert axes["*"] == "step"  # by which curves are drawn, whatever moved wandb's own
+    assert ids == {done.facts["wandb_id"]} and codes == [1, 0]
+    assert config["peak_lr"] == 1e-3 and config["decay_steps"] == 8  # as resolved
+    without = run_train("without", *ON, "--wandb_log=false")
+    assert without.fingerprint(8) == done.fingerprint(8)
+
+
+def test_without_the_package_it_is_one_line_and_nothing_is_trained(train):
+    missing = "import sys; sys.modules['wandb'] = None\n"
+    done = train("run", before=missing, code=2)
+    assert "wandb is not installed; type: pip install wandb" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not done.out_dir.exists()
