@@ -8,8 +8,9 @@ teachers = []
 
 def train_step(run, inputs, targets, lr):
     if not teachers:
-        torch.manual_seed(1)
-        teachers.append(train.build_model(run.config, run.facts["data"]["meta"]["vocab_size"]))
+        with torch.random.fork_rng(devices=[]):  # else a resume would have other dropout
+            torch.manual_seed(1)
+            teachers.append(train.build_model(run.config, run.facts["data"]["meta"]["vocab_size"]))
     run.optimizer.zero_grad()
     for group in run.optimizer.param_groups:
         group["lr"] = lr * group["initial_lr"] / train.peak_lr
