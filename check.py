@@ -71,7 +71,7 @@ def sanity(flags):
     accepted = {*accept.split(",")} - {""}
     if accepted - LINES.keys():
         fail(f"--accept={accept}: expected names of lines: {', '.join(LINES)}")
-    print0("✓ passed, ✗ fault, ! warning, – not asked, ? raised an error")
+    print0("✓ passed, ✗ fault, ! warning, – not asked, ? raised an error; what must hold | found")
     found = defaultdict(list)  # {mark: names}
     with TemporaryDirectory() as scratch:
         job = Job(flags, Path(scratch), accepted)
@@ -80,11 +80,11 @@ def sanity(flags):
                 holds, _, advice = LINES[name]
                 if name in accepted and mark in (FAULT, CRASH):
                     mark = "accepted"
-                print0(f"{mark} {name}: {holds}: {text}")
+                print0(f"{mark} {name}: {holds} | {text}")
                 if mark not in (FINE, ABSENT, "accepted"):
                     print0("   ", advice)
                 if mark in (FAULT, CRASH):
-                    print0(f"    To accept it as intended: --accept={name}")
+                    print0(f"    If it is so by design: --accept={name}")
                 found[mark].append(name)
     faults = found[FAULT] + found[NEVER] + found[CRASH]
     last = {"NO-GO": faults, "accepted": found["accepted"], "not asked": found[ABSENT]}

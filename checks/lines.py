@@ -1,4 +1,4 @@
-"""The lines that `check.py CONFIG` prints. Each block: the name, which --accept takes; what holds;
+"""The lines that `check.py CONFIG` prints. Each block: the name, which --accept takes; what must hold;
 what was found; what to do if it does not hold."""
 
 import train
@@ -7,131 +7,131 @@ FINE, FAULT, WARNING, ABSENT, CRASH = "✓✗!–?"
 NEVER = "✗✗"  # a fault that no --accept allows
 
 WORDS = """
-overfits: steps on one small batch, again and again, lower its loss to a tenth
+overfits: training on one small batch lowers its loss to a tenth
   loss {:.4f}, after {} steps {:.4f}
-  If it falls at all, the rate may be low or the model small. Else look at `gradients` and `steps`,
-  and try a lower and a higher --peak_lr. Where two losses play against each other (GAN), or the loss
-  is no distance (reinforcement learning), it need not fall.
+  If it falls slowly, raise --peak_lr or the model's size. If it stays or rises, look at `gradients`
+  and `steps`, and try a lower --peak_lr. The loss of a GAN or of reinforcement learning need not fall.
 
-warnings: torch prints no warning in these steps
+warnings: torch warns of nothing while `overfits` trains
   {}
-  Read it: if shapes differ, such as (n, 1) and (n,), they are combined to (n, n), and the loss is
-  another one than you think.
+  Read the warning. Shapes (n, 1) and (n,), for example, broadcast to (n, n), and the loss is then
+  not the one that you meant.
 
-given: the model starts with the weights of --init_from
-  other weights: {}
-  The file was not loaded, or only parts of it (strict=False, other names).
+given: the model starts with the weights in the file of --init_from
+  different from the file: {}
+  The file was not loaded, or only in part (strict=False, renamed keys).
 
-start: an untrained model has the loss of a uniform guess, ln(vocab_size); one from a file no more
-  it is off by {:+.4f}
+start: an untrained model has the loss of a uniform guess, ln(vocab_size); a loaded one at most that
+  the loss is ln(vocab_size) {:+.4f}; limit 0.3
   The weights of the output layer start too large, the loss is scaled or summed over targets,
   vocab_size is wrong, or the file holds weights for another text or tokenizer.
 
 causal: a prediction depends on no later token, and on no other sequence of the batch
-  other tokens, later or in another sequence, move it by {:.2g}
-  Look at the attention mask, and at norms, pooling or routing over positions or over the batch. A
-  model that may look ahead is meant to.
+  different tokens there change the logits by {:.2g}; limit 0.0001
+  Look at the attention mask, and at norms, pooling or routing across positions or across the batch.
+  A bidirectional model fails by design.
 
-sampling: generate() draws what the model's own logits say, with temperature and top_k
-  {:.1%} of its tokens are those that a plain loop draws from the same random numbers
-  Look at the cache of keys and values, at temperature and top_k. A layer that mixes tokens outside
-  attention must not take `cache`.
+sampling: generate() draws from the model's logits, with temperature and top_k
+  {:.1%} of its tokens are those of a plain loop with the same random numbers; 98% needed
+  Look at the KV cache, temperature and top_k. If a layer other than attention mixes tokens, the
+  model's forward() must have no argument `cache`.
 
-positions: a small model of this kind learns to repeat the token of four places before
-  the worst loss of {} positions is {:.3f}, limit 1.6
-  Queries or keys lack positions, or positions repeat. A model without positions, with ALiBi alone,
-  or one that cannot train at a rate of 0.01 fails, too.
+positions: a small version of this model learns to copy the token four positions back
+  the loss at the worst of {} positions is {:.3f}; limit 1.6
+  Queries or keys lack position encodings, or the encodings repeat. A model without them, with ALiBi
+  alone, or one that learns more slowly (an LSTM) fails by design.
 
-loss: in evaluation, the loss is the mean of -log p over the targets that count (not -100)
-  off by {:.2g}, the accuracy by {:.2g}
-  A target is left out, a masked one counts, label smoothing or dropout acts in evaluation, or the
-  accuracy is wrong. A term of your own belongs to the training loss alone; return it as (loss,
-  {name: value}).
+loss: in evaluation, the loss is the mean of -log p over all targets other than -100
+  relative error of the loss {:.2g}, of the accuracy {:.2g}; limit 0.0001
+  A target is skipped, a masked one counts, label smoothing or dropout is active in evaluation, or
+  the accuracy is wrong. Add a term of your own in training only; to log it in evaluation, let
+  forward() return (loss, {name: value}).
 
-gradients: the loss changes along each weight as its gradient says
-  off by {:.2g} of the usual change, in {}; limit 0.2
-  Look for detach(), a change in place, rounding or a backward() of your own in this layer. A
-  gradient that is stopped on purpose looks the same.
+gradients: each gradient agrees with finite differences of the loss
+  worst error {:.2g}, in {}; limit 0.2
+  In this layer or after it, look for detach(), an in-place operation, rounding or a backward() of
+  your own. A deliberate stop-gradient fails by design.
 
-trained: each weight gets a gradient and is in the optimizer, unless it is frozen
-  unusual: {}
-  Is this layer used? Does configure_optimizer() get all weights?
+trained: each weight gets a gradient and is in the optimizer, unless it is frozen (requires_grad)
+  exceptions: {}
+  Is this layer used? Does configure_optimizer() include all weights?
 
-modes: without dropout, a model computes the same in training and in evaluation
-  off by {:.2g} of the largest number
-  Look for `self.training`. Batch norm, and layers that are skipped at random, differ by nature.
+modes: with dropout 0, train and eval mode give the same output
+  they differ by {:.2g} of the largest logit; limit 0.001
+  Look for `self.training`. Batch norm, and layers that are skipped at random, fail by design.
 
-masked: what comes after the last target that counts does not change the loss
-  it moves by {:.2g}
-  Padding is looked at: a mask is missing, or a mean is taken over padding, too.
+masked: the input after the last target other than -100 does not change the loss
+  it changes the loss by {:.2g}; limit 0.0001
+  The model attends to padding because a mask is missing, or a mean includes padding.
 
-pieces: a batch in one pass and in passes of one row has one loss, and an evaluation the same numbers
-  other numbers: {}
-  The loss must be a mean over train.count_targets(targets): if its mean has another denominator
-  (class weights, ignore_index), replace that function. A number that is no mean over rows (F1) needs
-  an evaluate() of your own. A loss that compares the rows of a batch depends on it by nature.
+pieces: a batch gives the same numbers in one pass and row by row, in training and in evaluation
+  different: {}
+  Divide the loss by train.count_targets(targets); for another denominator (class weights,
+  ignore_index) replace that function. A metric that is not a mean over targets (F1) needs an
+  evaluate() of your own. A loss that compares rows (contrastive) fails by design.
 
-dropout: dropout is off in evaluation; all its masks differ and keep the mean
-  off in evaluation: {}; equal pairs of masks: {}; the mean is off by {:.2g}
+dropout: dropout is active in training only; its masks all differ and keep the mean
+  changes an evaluation: {}; pairs of equal masks: {}; error of the mean: {:.2g}
   Use self.training; draw a new mask of the activations' shape each time; divide by 1 - dropout.
 
-batches: batches differ, and each one is the same whenever the data is opened and read
-  the first two differ: {}; opened and read again, they are the same: {}
-  dataset[first, count] must follow from `first` and the seed. Is a split or a shuffle drawn without
-  a seed? A resumed run would train on what it had held out before.
+batches: batches differ, and each is the same whenever the data is opened and read
+  the first two differ: {}; the same when opened and read again: {}
+  dataset[first, count] must depend on its arguments and the seed alone. Seed each split and
+  shuffle, or a resumed run may train on what was held out.
 
-fingerprint: the fingerprint of the data looks like a hash
+fingerprint: the fingerprint of the data is a hash of it
   it is {}
-  It must change with the data, or a finished run answers for a corrected file:
-  dataset.fingerprint(*paths).
+  It must change with the data, or a corrected file goes unnoticed: use dataset.fingerprint(*paths).
 
 seeds: two seeds start with different weights
-  --seed, and the next one
-  build_model() sets a seed of its own, or its first weights are constant or from a file.
+  the same weights with --seed and the next one: {}
+  build_model() sets a seed of its own, or the initial weights are constant or loaded from a file.
 
-targets: targets are the next tokens
-  of eight sequences
-  Look at __getitem__ of the training data. A masked language model is meant to differ.
+targets: each target is the next token
+  in eight sequences: {}
+  Look at __getitem__ of the training data. A masked language model fails by design.
 
-coverage: an evaluation sees each target of the validation text once
-  of the whole split, and with --eval_tokens
+coverage: an evaluation has each validation target once; with --eval_tokens, the first ones
+  the expected windows of the whole split: {}; with --eval_tokens: {}
   Look at __getitem__ and __len__ of the validation data, and at its last window.
 
 leak: what is held out is not trained on
   {} of {} passages or rows of the validation data are in the training data
-  Split before shuffling, copying or cutting into rows.
+  Are both read from one file? Split before duplicating, or cutting into rows.
 
-knobs: each flag or setting for model and data that is not at its default changes some number
+knobs: each flag or setting of model and data that is not at its default changes some result
   without effect: {}
-  The code reads another name, or a constant. Or it has nothing to do here: then leave it out.
+  The code reads another name, or a constant. A flag that does not apply to this model is to be left
+  out of the command.
 
 windows: each step trains on the windows of checks/plain.py, in its order
-  steps with other windows: {}
-  Look at ShuffledWindows: an epoch has each window once, in an order that seed and epoch give. A
-  batch that grows by a sequences_at() of your own is meant to differ.
+  steps with different windows: {}
+  Look at ShuffledWindows: an epoch has each window once, in an order set by seed and epoch. A batch
+  size of your own schedule (sequences_at) fails by design.
 
 steps: each step is that of the plain loop, checks/plain.py
   {}
-  Find what changes the number named above. If you intend it, make the same change in
-  checks/plain.py; or accept it, and the rest is compared beside your own train_step().
+  Find what changes this number. After the resume, suspect state that no checkpoint holds. If you
+  intend the change, make it in checks/plain.py, too; or accept it, and the later checks use your
+  train_step() on both sides.
 
 evaluations: each evaluation is that of the plain loop
   {}
-  Look at evaluate() and evaluating(): eval mode, averaged weights, a mean over the targets. If you
-  intend the change, make it in checks/plain.py, too.
+  Look at evaluate() and evaluating(): eval mode, averaged weights (ema), a mean over the targets. If
+  you intend the change, make it in checks/plain.py, too.
 
-weights: the last checkpoint has the weights and averages of the plain loop
-  {}
+weights: the last checkpoint has the weights of the plain loop, and their averages (ema)
+  norms: {}
   Look at how this tensor is averaged, saved and restored.
 
 best: best.pt has the best evaluation
-  it is of step {}, the best evaluation of step {}
+  it is from step {}, the best evaluation from step {}
   Look at count_evaluation(), and at the save after it.
 
-resume: a run that is stopped and resumed logs the same rows again
+resume: a run that is stopped and resumed logs the numbers of one that is not
   {}
-  State is missing from the checkpoint (keep it in a buffer, in the optimizer, in run.extra or
-  train.FRESH_STATE), or an operation is not deterministic.
+  State is missing from the checkpoint, or an operation is nondeterministic. Keep state in a buffer,
+  in the optimizer, in run.extra or in train.FRESH_STATE.
 """
 LINES = {}
 for block in WORDS.strip().split("\n\n"):

@@ -125,8 +125,7 @@ def learning_checks(job, run):
             run.state["step"] = step
             if not losses[-1] > losses[0] / 10:  # also if it is NaN
                 break
-    first = losses[0]
-    last = losses[-1]
+    first, last = losses[0], losses[-1]
     is_mild = last < 0.998 * first or is_own("train_step")
     yield "overfits", judged(last < first / 10, is_mild), first, len(losses), last
     found = sorted({str(each.message).partition("\n")[0] for each in heard})
@@ -313,8 +312,7 @@ def loss_check(job, run):
     off_by = abs(loss / by_logits(model, inputs, targets) - 1)
     wrong_by = abs(numbers.get("accuracy", right) - right)
     is_mild = is_own("train_step") or is_own("count_targets")
-    mark = judged(max(off_by, wrong_by) < 1e-4, is_mild)
-    yield "loss", mark, off_by, wrong_by
+    yield "loss", judged(max(off_by, wrong_by) < 1e-4, is_mild), off_by, wrong_by
 
 
 def gradients_check(job, run):
@@ -380,7 +378,7 @@ def dropout_check(job, run):
     repeated = sum(torch.equal(*pair) for pair in combinations(rows, 2))
     off_by = max([0.0, *(abs(row.mean() - 1) for row in rows)])
     fine = is_off and not repeated and off_by < 0.15
-    yield "dropout", judged(fine), is_off, repeated, off_by
+    yield "dropout", judged(fine), not is_off, repeated, off_by
 
 
 # ---- the data ------------------------------------------------------------------------------------
@@ -407,24 +405,27 @@ def data_checks(job, run):
     yield "fingerprint", judged(len(fingerprint) >= 16, True), fingerprint
     with job.run(seed=train.seed + 1) as other:
         pairs = zip(run.model.parameters(), other.model.parameters(), strict=True)
+        same = all(torch.equal(*pair) for pair in pairs)
         if not train.init_from:
-            yield "seeds", judged(not all(torch.equal(*pair) for pair in pairs), job.at_file)
+            yield "seeds", judged(not same, job.at_file), same
     if not job.has_text:
         raise NotAsked("the data is no text")
-    yield "targets", judged(are_next(*train.batch_at(run, 0, 8)))
+    fine = are_next(*train.batch_at(run, 0, 8))
+    yield "targets", judged(fine), fine
 
 
 def coverage_check(job, run):
     """The validation windows of the whole split, and of a few."""
     if type(run.val_data) is not train.OrderedWindows:
         raise NotAsked("the validation data is the script's own")
-    fine = True
+    fine = []
     for n_targets in (0, 2 * train.block_size + 1):
         with job.run(eval_tokens=n_targets) as run:
             k = SimpleNamespace(**run.config | {"device": "cpu"})
             expected = plain.validation_windows(k, run.val_data.tokens)
-            fine &= all(map(np.array_equal, run.val_data[0, len(run.val_data)], expected))
-    yield "coverage", judged(fine)
+            windows = run.val_data[0, len(run.val_data)]
+            fine.append(all(map(np.array_equal, windows, expected)))
+    yield "coverage", judged(all(fine)), *fine
 
 
 def leak_check(job, run):

@@ -89,8 +89,8 @@ def test_a_fault_says_what_was_found_and_what_to_type(run_check, tmp_path):
     last = output.splitlines()[-1]
     assert code == 1 and last.startswith("3 NO-GO: causal, masked, sampling; "), output
     assert "not asked" in last and "ZeroDivisionError: " in output
-    words = r"✗ causal: a prediction depends on no later token.*: .* move it by \S+\n"
-    words += r"    Look at the attention mask.*\n    To accept it as intended: --accept=causal\n"
+    words = r"✗ causal: a prediction depends on no later token.* \| .* logits by \S+; limit \S+\n"
+    words += r"    Look at the attention mask.*\n    If it is so by design: --accept=causal\n"
     assert re.search(words, output)
     code, output = run_check("unmasked.py", "--accept=causal,masked,sampling")
     assert code == 0 and "GO; 3 accepted: causal, sampling, masked; " in output
