@@ -242,11 +242,11 @@ def print_help(scope):
     """Print a script's docstring, and its knobs as the source has them, at the terminal's width."""
     top = re.split(r"(?m)^(?:def|class|@)", Path(scope["__file__"]).read_text(encoding="utf-8"))[0]
     added = [f"{name} = {scope[name]!r}  # {x}" for name, x in scope.get("ADDED_KNOBS", {}).items()]
-    print(scope["__doc__"])
+    print0(scope["__doc__"])
     knobs = r"(?m)^(?:# (?!isort)\w|#  |[a-z]\w*(?:: \w+)? = (?!\[)).*"
     width = shutil.get_terminal_size((100, 24)).columns
     for line in re.findall(knobs, top) + added:
-        print(textwrap.fill(line, width, subsequent_indent=12 * " "))
+        print0(textwrap.fill(line, width, subsequent_indent=12 * " "))
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -1382,7 +1382,7 @@ run      {folder}
 model    {model}; {parameters:,} parameters
 data     {data[name]}: {train_rows:,} sequences, {val_rows:,} to validate
 batch    {config[batch_size]} x {config[accum_steps]} = {identity[knobs][batch]:,} sequences of \
-{config[block_size]:,}, on {run[world_size]} rank(s)
+{config[block_size]:,}; ranks: {run[world_size]}
 steps    {config[max_steps]:,}, {config[warmup_steps]:,} of warmup; {config[optimizer]}, \
 {config[schedule]} {config[peak_lr]:g} to {last_lr:g}
 device   {run[device]}, {run[threads]} threads, deterministic {run[deterministic]}

@@ -564,12 +564,13 @@ def finish(ax, name, by):
     """Label the axes, and fit them to what comes after a tenth of each line: the first steps would
     press the rest flat."""
     late = []
-    is_loss = "loss" in name
-    better = (len(ax.lines) + 3) // 2 if is_loss else None  # of many settings only the better half
-    for line in ax.lines[:better]:
+    for line in ax.lines:
         x, y = line.get_data()
-        late.extend(y[x >= 0.1 * max(x, default=0)])
-    low, high = np.quantile(late or [0, 1], (0.002, 0.998))
+        late.append(y[x >= 0.1 * max(x, default=0)].tolist())
+    is_loss = "loss" in name
+    better = (len(late) + 3) // 2 if is_loss else None  # of many settings only the better half
+    low = np.quantile(sum(late, []) or [0, 1], 0.002)
+    high = np.quantile(sum(late[:better], []) or [0, 1], 0.998)
     if not is_loss:
         low = min(low, 0)
     pad = 0.05 * (high - low) or 1

@@ -199,6 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     BadInput before anything is written, RunFailed, or whatever else ended the run."""
     if plumbing.is_importing_worker():  # of a script without `if __name__ == "__main__"`
         return 0
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     with build(argv, to_train=True) as run:
         if is_finished(run):
             return 0

@@ -147,12 +147,18 @@ def on_a_terminal(words, columns):
 
 @pytest.mark.parametrize("columns", [60, 120])
 def test_help_has_every_knob_at_the_width_of_the_terminal(columns):
-    shown = on_a_terminal([sys.executable, "train.py", "--help"], columns)
+    shown = on_a_terminal([sys.executable, "train.py", "--help"], columns).replace("\x1b[K", "")
     names = re.findall(r"(?m)^([a-z]\w*) = ", shown)
     assert names == [*plumbing.knobs_in(vars(train))]
     knobs = shown[shown.index("# The run") :]  # below the docstring, which stays as it is
     assert max(map(len, knobs.splitlines())) <= columns
     assert "peak_lr = 1e-3" in shown and "# The optimizer" in shown
+
+
+def test_help_through_head_ends_without_a_traceback():
+    command = f"{sys.executable} train.py --help | head -n 1"
+    done = subprocess.run(command, shell=True, cwd=REPO, capture_output=True, text=True)
+    assert done.stdout.startswith("An honest training loop") and not done.stderr
 
 
 def test_a_run_shows_its_plan_a_table_and_on_a_terminal_the_live_step(data_dir, tmp_path):

@@ -126,11 +126,13 @@ def test_a_stop_before_a_plateau_is_no_difference(train, whole):
     assert len({row["lr"] for row in done.rows("train")[3:]}) > 5  # the rate did fall
 
 
-SIGUSR1 = at_step(6, "os.kill(os.getpid(), signal.SIGUSR1)")
+SIGUSR1 = "os.kill(os.getpid(), signal.SIGUSR1)"
 
 
 def test_sigusr1_saves_and_training_goes_on(train, whole):
-    train("run", before=SIGUSR1 + stop_at(8, "SIGKILL"), code=137)
+    """During the start, too, but then without a save."""
+    sent = around("build_model", SIGUSR1) + at_step(6, SIGUSR1)
+    train("run", before=sent + stop_at(8, "SIGKILL"), code=137)
     done = train("run")
     assert [row["checkpoint"] for row in done.events("resume")] == ["ckpt_00000006.pt"]
     assert_same(done, whole())
