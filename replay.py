@@ -33,6 +33,7 @@ step = 0  # to show
 verify = False  # compute the whole log again
 
 SHOWN = 8  # sequences of a step
+KINDS = "train", "eval", "event"  # of rows; those of a fork are not looked at
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(log.facts["run"]["threads"])
         changed = replay(log, loop, {name: config[name] for name in config.typed})
         print0(f"{log.path}: {log.problem or 'all numbers are those of the log'}")
-        print0(f"changed in its course or since: {changed or 'nothing that is known'}")
+        print0(f"changed in its course or since: {changed}")
         return int(log.problem != "")
 
 
@@ -59,10 +60,9 @@ def where_they_part(*folders):
     """Print the first difference of two logs. Returns the exit code."""
     one, other = map(Log, folders)
     files = {path.name: path for path in other.path.glob("code/*.py")}
-    changed, _ = plumbing.changes(one.facts, other.facts, files, one.path / "code")
-    print0(f"changed: {plumbing.change_words(changed) or 'nothing that is known'}")
+    print0(f"changed: {one.changes(other.facts, files, other.events)}")
     for row in other.rows.values():
-        if difference := one.difference(row):
+        if difference := one.difference(row, row["kind"] == "train" and row["step"] < one.last):
             print0(f"the logs part at {difference}")
             return 1
     print0(f"equal up to step {min(one.last, other.last)}; they end at {one.last}, {other.last}")
@@ -72,26 +72,36 @@ def where_they_part(*folders):
 class Log:
     """What the folder of a run says. Raises BadInput if it holds no run.
 
-    facts: run.json; rows: {(kind or event, step): row}; last: their last step; problem: the first
-    difference, in words."""
+    facts: run.json; events: the rows in their order; rows: {(kind or event, step): row}; last: their
+    last step; problem: the first difference, in words."""
 
     problem = ""
 
     def __init__(self, folder):
         self.path = Path(folder)
         self.facts = plumbing.read_json(self.path / "run.json")
-        self.events = plumbing.read_rows(self.path / "metrics.jsonl")
+        self.events = [
+            row for row in plumbing.read_rows(self.path / "metrics.jsonl") if row["kind"] in KINDS
+        ]
         if "identity" not in self.facts or not self.events:
             fail(f"{folder} holds no run; expected the out_dir of train.py, such as out/run")
         self.rows = {plumbing.key_of(row): row for row in self.events}
         self.last = max(at for _, at in self.rows)
 
-    def difference(self, row):
-        """In words: the first number in which `row` differs from the log, or ""."""
+    def changes(self, facts, files, events=()):
+        """In words: what differs from this run by the facts and files of another, and what a resume
+        of this run, or one in `events`, has changed."""
+        changed, _ = plumbing.changes(self.facts, facts, files, self.path / "code")
+        for row in (*self.events, *events):
+            changed |= row.get("changed", {})
+        return plumbing.change_words(changed) or "nothing that is known"
+
+    def difference(self, row, is_needed):
+        """In words: the first number in which `row` differs from the log, or "". is_needed: whether
+        the log must have such a row."""
         key = plumbing.key_of(row)
-        kind, at = key
         if key not in self.rows:
-            return f"step {at}: no such row" if kind == "train" and at < self.last else ""
+            return f"step {row['step']}: no such row" if is_needed else ""
         found = plumbing.first_difference(self.rows[key], row)
         return "step {step}: {field} {then} -> {now}".format(**found) if found else ""
 
@@ -111,7 +121,7 @@ class Log:
     def see(self, run, row):
         """One of train.on_row: compare a row that is computed again."""
         key = plumbing.key_of(row)
-        self.problem = self.problem or self.difference(row)
+        self.problem = self.problem or self.difference(row, row["kind"] in KINDS)
         for name in ("lr", "loss", "grad_norm", "skipped") if key == ("train", step) else ():
             print0(f"{name:>12} {self.rows[key][name]} in the log, {row[name]} computed")
 
@@ -123,8 +133,12 @@ def replay(log, loop, typed):
     """Compute a run again by the functions of `loop`, train or a script: from its beginning or, to
     show a step, from the newest checkpoint before it. typed: knobs that have another value now.
     Returns what has changed, in words."""
-    device = log.facts["config"]["device"]
-    fixed = {"out_dir": log.path, "resume": "restart", "device": device, **typed}
+    fixed = {
+        "out_dir": log.path,
+        "resume": "restart",
+        "device": log.facts["config"]["device"],
+        **typed,
+    }
     saved = None
     before = [path for path in plumbing.checkpoints(log.path) if plumbing.step_of(path) < step]
     if before:
@@ -132,10 +146,9 @@ def replay(log, loop, typed):
         saved = plumbing.read_checkpoint(before[0])
     course = log.course(saved["state"] if saved else train.FRESH_STATE)
     device = plumbing.choose_device(fixed["device"], loop.deterministic)
-    seeing = {"on_row": [*loop.on_row, log.see]}
     with (
         plumbing.joined(device),  # ranks can join only once
-        plumbing.setting(vars(loop), seeing),
+        plumbing.setting(vars(loop), {"on_row": [*loop.on_row, log.see]}),
     ):
         for knobs, part in itertools.groupby(course, lambda pair: pair[0]):
             with loop.build(flags_of(log, knobs | fixed, saved)) as run:
@@ -150,10 +163,7 @@ def replay(log, loop, typed):
                     compute(loop, run, row)
                     log.problem = plumbing.from_all_ranks(log.problem)[0]  # rank 0 has seen the row
                 saved = plumbing.from_all_ranks(loop.checkpoint_of(run))[0]
-    changed, _ = plumbing.changes(log.facts, run.facts, run.files, log.path / "code")
-    for row in log.events:
-        changed |= row.get("changed", {})
-    return plumbing.change_words(changed)
+    return log.changes(run.facts, run.files)
 
 
 def flags_of(log, knobs, saved):
@@ -198,7 +208,7 @@ def show_step(loop, run, before):
     for (name, weight), old in zip(run.model.named_parameters(), before, strict=True):
         if weight.grad is not None:
             tensors = weight.grad, weight, weight - old
-            norms = [plumbing.full(tensor.norm()) for tensor in tensors]
+            norms = [plumbing.full_tensor(tensor.norm()) for tensor in tensors]
             print0("{:12.4g}{:12.4g}{:12.4g}".format(*norms), name)
 
 

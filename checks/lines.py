@@ -9,7 +9,7 @@ NEVER = "✗✗"  # a fault that no --accept allows
 WORDS = """
 overfits: training on one small batch lowers its loss to a tenth
   loss {:.4f}, after {} steps {:.4f}
-  If it falls slowly, raise --peak_lr or the model's size. If it stays or rises, look at `gradients`
+  If it falls partway, raise --peak_lr or the model's size. If it hardly falls, look at `gradients`
   and `steps`, and try a lower --peak_lr. The loss of a GAN or of reinforcement learning need not fall.
 
 warnings: torch warns of nothing while `overfits` trains
@@ -27,14 +27,14 @@ start: an untrained model has the loss of a uniform guess, ln(vocab_size); a loa
   vocab_size is wrong, or the file holds weights for another text or tokenizer.
 
 causal: a prediction depends on no later token, and on no other sequence of the batch
-  different tokens there change the logits by {:.2g}; limit 0.0001
+  changing those tokens changes the logits by {:.2g}; limit 0.0001
   Look at the attention mask, and at norms, pooling or routing across positions or across the batch.
   A bidirectional model fails by design.
 
 sampling: generate() draws from the model's logits, with temperature and top_k
   {:.1%} of its tokens are those of a plain loop with the same random numbers; 98% needed
-  Look at the KV cache, temperature and top_k. If a layer other than attention mixes tokens, the
-  model's forward() must have no argument `cache`.
+  Look at the KV cache, temperature and top_k. If a layer other than attention mixes tokens, drop
+  `cache` from the arguments of forward(): then generate() uses none.
 
 positions: a small version of this model learns to copy the token four positions back
   the loss at the worst of {} positions is {:.3f}; limit 1.6
@@ -44,8 +44,8 @@ positions: a small version of this model learns to copy the token four positions
 loss: in evaluation, the loss is the mean of -log p over all targets other than -100
   relative error of the loss {:.2g}, of the accuracy {:.2g}; limit 0.0001
   A target is skipped, a masked one counts, label smoothing or dropout is active in evaluation, or
-  the accuracy is wrong. Add a term of your own in training only; to log it in evaluation, let
-  forward() return (loss, {name: value}).
+  the accuracy is wrong. A loss term of your own belongs in training only; to log it in
+  evaluation, let forward() return (loss, {name: value}).
 
 gradients: each gradient agrees with finite differences of the loss
   worst error {:.2g}, in {}; limit 0.2
@@ -66,9 +66,10 @@ masked: the input after the last target other than -100 does not change the loss
 
 pieces: a batch gives the same numbers in one pass and row by row, in training and in evaluation
   different: {}
-  Divide the loss by train.count_targets(targets); for another denominator (class weights,
-  ignore_index) replace that function. A metric that is not a mean over targets (F1) needs an
-  evaluate() of your own. A loss that compares rows (contrastive) fails by design.
+  The loss must be a sum over targets divided by train.count_targets(targets); for another
+  denominator (class weights, ignore_index) replace that function. A metric that is not a mean over
+  targets (F1) needs an evaluate() of your own. A loss that compares rows (contrastive) fails by
+  design.
 
 dropout: dropout is active in training only; its masks all differ and keep the mean
   changes an evaluation: {}; pairs of equal masks: {}; error of the mean: {:.2g}
@@ -81,19 +82,20 @@ batches: batches differ, and each is the same whenever the data is opened and re
 
 fingerprint: the fingerprint of the data is a hash of it
   it is {}
-  It must change with the data, or a corrected file goes unnoticed: use dataset.fingerprint(*paths).
+  It must change with the data, or a corrected file goes unnoticed: use fingerprint(*paths)
+  of dataset.py.
 
 seeds: two seeds start with different weights
   the same weights with --seed and the next one: {}
   build_model() sets a seed of its own, or the initial weights are constant or loaded from a file.
 
 targets: each target is the next token
-  in eight sequences: {}
+  in all of eight sequences: {}
   Look at __getitem__ of the training data. A masked language model fails by design.
 
 coverage: an evaluation has each validation target once; with --eval_tokens, the first ones
   the expected windows of the whole split: {}; with --eval_tokens: {}
-  Look at __getitem__ and __len__ of the validation data, and at its last window.
+  Look at OrderedWindows: at its __getitem__, its __len__, its last window, and at eval_tokens.
 
 leak: what is held out is not trained on
   {} of {} passages or rows of the validation data are in the training data
@@ -102,7 +104,9 @@ leak: what is held out is not trained on
 knobs: each flag or setting of model and data that is not at its default changes some result
   without effect: {}
   The code reads another name, or a constant. A flag that does not apply to this model is to be left
-  out of the command.
+  out of the command. It is tried in the first step, in the last, and in those that the values of a
+  script's knobs name: accept one that acts in others alone. One that changes only where and how a
+  run is computed belongs into train.FREE.
 
 windows: each step trains on the windows of checks/plain.py, in its order
   steps with different windows: {}
@@ -131,7 +135,7 @@ best: best.pt has the best evaluation
 resume: a run that is stopped and resumed logs the numbers of one that is not
   {}
   State is missing from the checkpoint, or an operation is nondeterministic. Keep state in a buffer,
-  in the optimizer, in run.extra or in train.FRESH_STATE.
+  in optimizer.state, in run.extra or in train.FRESH_STATE.
 """
 LINES = {}
 for block in WORDS.strip().split("\n\n"):

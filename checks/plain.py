@@ -77,6 +77,8 @@ def train_step(k, model, optimizers, passes, lr):
             loss = loss / (n_targets / count_targets(y))  # 4: its share of the batch's mean
             loss.backward()  # 5: backward
             total += loss.detach()
+    if n_targets == 0:
+        return torch.tensor([math.nan, math.nan])
     grad_norm = torch.nn.utils.clip_grad_norm_(
         model.parameters(), k.grad_clip or math.inf
     )  # 6: clip

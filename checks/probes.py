@@ -8,7 +8,7 @@ import io
 import math
 import sys
 import warnings
-from collections import deque
+from collections import Counter, deque
 from contextlib import contextmanager, redirect_stdout, suppress
 from copy import copy
 from itertools import combinations
@@ -47,7 +47,7 @@ class Job:
 
     def __init__(self, argv, folder, accepted):
         self.script = vars(sys.modules.get(Path(plumbing.script).stem, plain))
-        history = list | dict | deque | int | float | None  # what may hold it
+        history = list, dict, deque, int, float, type(None)  # what may hold it
         self.start = {name: copy(x) for name, x in self.script.items() if isinstance(x, history)}
         self.argv = argv
         self.folder = folder
@@ -111,14 +111,13 @@ def answer(model, inputs, targets=None, seed=2):
 
 def learning_checks(job, run):
     """Up to 200 steps on one small batch, which a loop that can learn memorizes."""
-    few = max(1, 256 // train.block_size)
     losses = []
     with (
         warnings.catch_warnings(record=True) as heard,
         job.run(**QUIET) as run,
     ):
         warnings.simplefilter("always")
-        batch = train.batch_at(run, 0, few)
+        batch = train.batch_at(run, 0, max(1, 256 // train.block_size))
         for step in range(1, 201):
             numbers = train.train_step(run, *batch, train.peak_lr * min(1, step / 20))
             losses.append(float(numbers["loss"]))
@@ -227,14 +226,9 @@ def positions_check(job, run):
     queries or keys have no position."""
     next_tokens(run)
     length = min(train.block_size, 128)
-    shape = {
-        "n_layer": 1,
-        "n_head": 4,
-        "n_embd": 64,
-        "block_size": length,
-    }
     try:
-        model = job.model(16, 0.0, **shape).requires_grad_(True)
+        model = job.model(16, 0.0, n_layer=1, n_head=4, n_embd=64, block_size=length)
+        model.requires_grad_(True)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
         for _ in range(200):
             tokens = torch.randint(16, (8, length), device=run.device)
@@ -404,8 +398,7 @@ def data_checks(job, run):
     fingerprint = str(run.facts["data"]["fingerprint"])
     yield "fingerprint", judged(len(fingerprint) >= 16, True), fingerprint
     with job.run(seed=train.seed + 1) as other:
-        pairs = zip(run.model.parameters(), other.model.parameters(), strict=True)
-        same = all(torch.equal(*pair) for pair in pairs)
+        same = all(map(torch.equal, run.model.parameters(), other.model.parameters()))
         if not train.init_from:
             yield "seeds", judged(not same, job.at_file), same
     if not job.has_text:
@@ -453,29 +446,34 @@ def knobs_check(job, run):
     """Does each knob that shapes model and data, and is not at its default, change some number
     against the default? What a script's own model or data may leave out is a warning."""
     dead = []
-    numbers = numbers_of(job)
+    named = {0, train.max_steps - 1}  # steps at which a script's own knobs may act
+    for name in train.ADDED_KNOBS:
+        named |= {run.config[name], run.config.default[name]}
+    numbers = str(numbers_of(job, named))  # in words, where NaN is NaN
     for name, default in run.config.default.items():
         if getattr(train, name) != default and name not in (*train.FREE, *NOT_TRIED):
             with suppress(Exception):  # the default may not fit
-                dead += [name] * (numbers_of(job, **{name: default}) == numbers)
+                dead += [name] * (str(numbers_of(job, named, **{name: default})) == numbers)
     is_mild = not job.is_stock or is_own("open_dataset")
     yield "knobs", judged(not dead, is_mild and not train.ADDED_KNOBS.keys() & dead), dead
 
 
-def numbers_of(job, training=True, **knobs):
-    """What an evaluation of a few rows and a step give, {name: number}, with these knobs; how much
+def numbers_of(job, steps=(0,), training=True, **knobs):
+    """What evaluations of a few rows and these steps give, {name: sum}, with these knobs; how much
     there is to evaluate, and what follows from all rates and batches."""
     with job.run(**knobs) as run:
-        steps = range(0, train.max_steps, 10)
-        numbers = {
-            "rows": len(run.val_data),
-            "rates": sum(train.lr_at(step) / train.sequences_at(step) for step in steps),
-        }
+        numbers = Counter(rows=len(run.val_data))
+        for step in range(0, train.max_steps, 10):
+            numbers["rates"] += train.lr_at(step) / train.sequences_at(step)
         noisy(run.model).train(training)
         run.val_data = tree_map(First, run.val_data)
-        numbers |= train.evaluate(run)
-        numbers |= train.train_step(run, *train.batch_at(run, 0, 6), train.peak_lr)
-        return {name: float(number) for name, number in numbers.items()}
+        batch = train.batch_at(run, 0, 6)
+        for step in range(train.max_steps or 1):
+            if step in steps:
+                run.state["step"] = step
+                found = train.evaluate(run) | train.train_step(run, *batch, train.peak_lr)
+                numbers.update({name: float(number) for name, number in found.items()})
+        return numbers
 
 
 CHECKS = {  # {check: names of its lines}
