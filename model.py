@@ -43,9 +43,8 @@ class GPTConfig:
 
     def __post_init__(self):
         if self.n_embd % (2 * self.n_head):  # rotary positions turn pairs of the numbers in a head
-            raise InvalidShape(
-                f"--n_embd={self.n_embd} is no even multiple of --n_head={self.n_head}"
-            )
+            expected = f"a multiple of 2 * n_head = {2 * self.n_head}"
+            raise InvalidShape(f"--n_embd={self.n_embd}: expected {expected}")
 
 
 # ---- the plain transformer -----------------------------------------------------------------------

@@ -37,7 +37,7 @@ import zlib
 from functools import partial
 from pathlib import Path
 
-STARTED = time.perf_counter()
+STARTED, STARTED_AT = time.perf_counter(), time.time()
 REPO = Path(__file__).resolve().parent
 
 
@@ -48,6 +48,8 @@ if "WORLD_SIZE" in os.environ:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if sys.platform == "linux":  # else ranks, which have sessions of their own, survive torchrun
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+with contextlib.suppress(ValueError):  # in another thread than the main one
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until a run answers it with a save
 if os.getpid() == 1:  # in a container: the system gives process 1 no signal that it does not handle
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(128 + number))
 
@@ -127,6 +129,7 @@ NAMES_ELSEWHERE = {  # a name of nanoGPT and others: what to type instead
     "lr": "here it is peak_lr",
     "lr_decay_iters": "here it is decay_steps",
     "max_iters": "here it is max_steps",
+    "out_dir": "type the folder alone, as in: python sample.py out/shakespeare",
     "warmup_iters": "here it is warmup_steps",
 }
 
@@ -520,7 +523,7 @@ def folder_name(config, free, script):
 # ---- the code of a run ---------------------------------------------------------------------------
 
 TOOLS = "train plumbing prepare_data sample report check checks replay bench".split()
-INSTALLED = re.compile(r"-packages|lib.python\d")  # in the path of what is Python's, or a package
+INSTALLED = re.compile(r"-packages|lib.python\d|torchinductor")  # Python's, a package, or compiled
 script = Path(sys.argv[0]).resolve()  # which Python runs, or of a fork, which a tool was given
 
 
@@ -547,6 +550,14 @@ def code_files(train_file):
         elif name in ("model", "optim", "dataset"):
             files[path.name] = path
     return files
+
+
+def require_unedited(files):
+    """Raises BadInput if one of `files`, {name: path}, has changed since this process read it: the run
+    would keep, and be known by, code that it does not run."""
+    for name, path in files.items():
+        if path.stat().st_ctime > STARTED_AT:
+            fail(f"{name} was edited while this run started; type the same command again")
 
 
 def keep_code(folder, files):
@@ -782,7 +793,7 @@ def read_weights(path):
         saved = read_checkpoint(path)
         return evaluated_weights(saved), metadata_of(saved)
     except Exception as error:
-        fail(f"{path}: {error}; expected a checkpoint or a .safetensors file")
+        fail(f"{path}: {error}; expected a checkpoint or .safetensors; to resume, leave it out")
 
 
 def evaluated_weights(saved):
@@ -1079,15 +1090,15 @@ def from_rank0(function, *args):
 def sync_buffers(model):
     """Give all ranks the buffers of rank 0, as DistributedDataParallel does before a step."""
     for buffer in model.buffers() if world_size() > 1 else ():
-        dist.broadcast(local(buffer.data), 0)
+        dist.broadcast(to_local(buffer.data), 0)
 
 
-def local(tensor):
+def to_local(tensor):
     """This rank's part of a sharded tensor, sharing its memory; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def full(tensor):
+def full_tensor(tensor):
     """All of a sharded tensor; any other tensor unchanged. All ranks call it together."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -1254,6 +1265,7 @@ def describe(device):
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(device) if is_cuda else cpu_info()[0],
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "host": platform.node(),
         "threads": torch.get_num_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "world_size": world_size(),

@@ -7,7 +7,7 @@
 Every lower-case global below is a flag. A config file is Python that sets some of them; flags win.
 The file reads from top to bottom, the caller above the called: the knobs, a run, the loop, its
 batches, the step, evaluation, checkpoints, rows, and the start. What one need not open is in
-plumbing.py."""
+plumbing.py. New here? Lesson 0 first, then sections 3 to 6; the others are for looking up."""
 
 import plumbing  # first: it sets what torch reads when it is imported
 
@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map
 
 from model import InvalidShape, build_model, generate
 from optim import configure_optimizer
-from plumbing import RunFailed, fail, from_rank0, local, print0, rank, total, world_size
+from plumbing import RunFailed, fail, from_rank0, print0, rank, to_local, total, world_size
 
 # ---- 1. knobs ------------------------------------------------------------------------------------
 # Each is a flag. What is out of range is refused before anything is written.
@@ -50,12 +50,12 @@ init_from = ""  # checkpoint or .safetensors whose weights a new run starts with
 block_size = 64  # context, tokens
 n_layer = 1
 n_head = 4
-n_embd = 128  # width, an even multiple of n_head
+n_embd = 128  # width, a multiple of 2 * n_head
 dropout = 0.0  # share of activations; 0 = off
 label_smoothing = 0.0  # in training only; 0 = off
 grad_checkpoint = False  # recompute activations in the backward pass: less memory, more time
 
-# The batch: a step sees batch_size * accum_steps sequences, on any number of ranks
+# The batch: a step sees batch_size * accum_steps sequences, on any number of ranks (processes)
 batch_size = 32  # sequences that a forward pass takes at most
 accum_steps = 1  # so many of these make the batch of a step
 seed = 1337  # of weights, batches and dropout
@@ -75,7 +75,7 @@ ema_decay = 0.0  # average the weights and evaluate the average; 0 = off
 schedule = "cosine"  # cosine | linear | constant | step | onecycle
 peak_lr = 1e-3
 min_lr = 1e-4  # where cosine, linear and onecycle end, and the floor of step
-warmup_steps = 100  # unless typed, at most a tenth of the steps
+warmup_steps = 100  # unless typed, at most a tenth of the steps that the schedule spans
 max_steps = 2000
 decay_steps = 0  # steps that the schedule spans; 0 = max_steps
 step_size = 500  # schedule=step: steps between drops
@@ -106,8 +106,9 @@ wandb_run_name = ""  # "" = the name of out_dir
 save_interval = 500  # steps; 0 = off (a run always saves its start, best and end)
 keep_last = 2  # checkpoints kept, besides best.pt
 
-# Knobs that may differ at a resume, and name no folder (max_steps does): where and how a run is
-# computed, how often it logs and saves, how long it is. All others are what the run is.
+# Knobs that may differ at a resume: where and how a run is computed, how often it logs and saves, how
+# long it is. Of these only max_steps is in a folder's name. All others are what the run is; of
+# batch_size and accum_steps their product.
 FREE = set(
     "out_dir resume data_dir num_workers prefetch_factor grad_checkpoint max_steps device compile "
     "deterministic shard log_interval eval_interval report patience min_delta "
@@ -125,18 +126,18 @@ CHOICES = {
 FRESH_STATE = {
     "step": 0,  # finished updates, including skipped ones
     "sequences": 0,  # index of the next training sequence
-    "tokens": 0,  # targets trained on so far
+    "tokens": 0,  # sum of count_targets() so far
     "micro_batch": 0,  # most sequences in a pass: batch_size, halved whenever memory runs out
     "evaluated": -1,  # the step whose evaluation was taken last
     "best_score": math.inf,  # of best_metric, its sign turned if higher is better
     "best_val_loss": math.inf,  # validation loss of the best weights
     "best_step": 0,
-    "score_to_beat": math.inf,  # a better score, by min_delta, counts as an improvement
+    "score_to_beat": math.inf,  # score of the last improvement; the next is better by min_delta
     "evals_since_best": 0,  # evaluations without an improvement
     "lr_factor": 1.0,  # product of the plateau_factors so far
     "skips_in_row": 0,  # updates that were skipped, as a gradient was not finite
     "ended": "",  # why a function in on_row has ended the run
-    "seconds": {},  # by kind, of all processes of the run
+    "seconds": {},  # by kind, of all processes of the run, each up to its last save
 }
 BEST = ("best_score", "best_val_loss", "best_step", "score_to_beat", "evals_since_best")
 MAX_SKIPPED = 10  # updates in a row that are not finite, before the run ends
@@ -162,7 +163,8 @@ def check_knobs(typed):
         high = 1 if name in below_1.split() else math.inf
         is_number = type(value) in (int, float) and name not in ADDED_KNOBS
         if is_number and not low <= value < high:
-            fail(f"--{name}={value}: expected {low} or more, and less than {high}")
+            limit = f", and less than {high}" if high == 1 else ""
+            fail(f"--{name}={value}: expected {low} or more{limit}")
     if min_lr > peak_lr:
         fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
     if "warmup_steps" in typed and warmup_steps > max_steps:
@@ -176,18 +178,21 @@ def check_knobs(typed):
 class Run(SimpleNamespace):
     """What the next step depends on.
 
-    device; dtype of the products, under autocast; model(inputs, targets), which returns, in training
-    and in evaluation, the mean loss over the targets that count, or (loss, {name: scalar mean}), and
-    model(inputs) the logits, for samples; wrapped: the model as training calls it, compiled or under
-    DistributedDataParallel; optimizer; scaler; ema: {name: averaged weight}, empty when off; extra:
-    a fork's own objects that have a state_dict, by name; train_data; val_data, a Dataset or {name:
-    Dataset}; state: the variables of the loop; config: every knob as resolved; facts: what
-    checkpoints and run.json say of the run; folder; batches: those to come, for this rank; wandb:
-    the session or None."""
+    model: model(inputs, targets) returns, in training and in evaluation, the mean loss over the
+        targets that count, or (loss, {name: scalar mean}); model(inputs) the logits, for samples
+    wrapped: the model as training calls it, compiled or under DistributedDataParallel
+    optimizer, scaler; ema: {name: averaged weight}, empty when off
+    extra: a fork's own objects that have a state_dict, by name
+    device, dtype: of the products, under autocast
+    train_data, val_data: a Dataset each, or {name: Dataset} to validate; batches: of this rank
+    state: the variables of the loop; config: every knob as resolved
+    facts: what checkpoints and run.json say of the run
+    folder, saver, table, clock, signals, wandb: where rows, files and times go, and what stops it"""
 
     check = peak = wandb = None
     has_warned = False  # that no target of a step counts
-    changed, another, step_ms, positions = {}, {}, math.inf, 0
+    changed, another, step_ms = {}, {}, math.inf
+    positions = 0  # since the last row was logged
 
     def stop(self, why):
         """For a function in on_row, at the row of an evaluation: the run ends, and is finished."""
@@ -199,10 +204,11 @@ def main(argv: list[str] | None = None) -> int:
     BadInput before anything is written, RunFailed, or whatever else ended the run."""
     if plumbing.is_importing_worker():  # of a script without `if __name__ == "__main__"`
         return 0
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there is something to save
     with build(argv, to_train=True) as run:
         if is_finished(run):
             return 0
+        if argv is None:
+            plumbing.require_unedited(run.files)
         try:
             open_folder(run)
             with run.signals:
@@ -212,7 +218,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         finally:
             close_folder(run, ended)
-    if code and argv is None and plumbing.script_path():  # `python lab.py && next` must not go on
+    if code and argv is None and plumbing.script_path():  # a script that calls main() alone
         raise SystemExit(code)
     return code
 
@@ -233,7 +239,8 @@ def train(run):
         is_evaluation = evaluation_is_due(state) and not stop
         is_save = step == 0 or save_now or every(save_interval, step)
         is_save = is_save and saver.saved[0] != step
-        if is_evaluation or is_save or ending or every(log_interval or 100, step):
+        is_row = every(log_interval or 100, step)  # so that few rows wait in memory
+        if is_evaluation or is_save or ending or is_row:
             log_steps(run)  # here the host waits for the device
 
         # ---- save, evaluate
@@ -248,7 +255,8 @@ def train(run):
 
         # ---- end
         if ending:
-            if saver.saved != (step, state["evaluated"]) or from_rank0(saver.join):
+            is_saved = saver.saved == (step, state["evaluated"])
+            if not is_saved or from_rank0(saver.join):  # or it failed
                 saver.save(run, is_required=True)
             if stop:
                 log_two_more_steps(run)
@@ -256,7 +264,7 @@ def train(run):
             print_sample(run)
             return ending, 0
 
-        # ---- train: only this line changes the weights
+        # ---- train: only this line changes the weights that are saved
         take_step(run)
         run.table.print_live(state)
 
@@ -304,15 +312,15 @@ def take_step(run):
 
 
 def log_two_more_steps(run):
-    """After a signal and its save, take the next two steps for their rows alone: the process that
-    resumes computes them again, and so measures whether it is exact. Two, because lost moments show
-    only in the second."""
+    """After a signal and its save, take the next two steps for their rows alone, and drop the weights:
+    the process that resumes computes them again, and so measures whether it is exact. Two, because
+    lost moments show only in the second."""
     before = dict(run.state)
     for _ in range(2):
         is_slow = run.step_ms > 1500
         # an evaluation may change the rate of the step that follows
-        is_last = run.state["step"] >= max_steps or evaluation_is_due(run.state)
-        if plumbing.max_over_ranks(is_slow or is_last)[0]:
+        is_due = run.state["step"] >= max_steps or evaluation_is_due(run.state)
+        if plumbing.max_over_ranks(is_slow or is_due)[0]:
             break
         take_step(run)
         log_steps(run, is_kept=False)
@@ -453,7 +461,8 @@ def windows_at(tokens, starts, length):
 
 
 # ---- 5. the step ---------------------------------------------------------------------------------
-# Loss and gradient are those of the whole batch, however it is split; NaN and inf move nothing.
+# Loss and gradient are those of the whole batch, however it is split. NaN and inf move nothing, except
+# on mps.
 
 
 def train_step(run: Run, inputs, targets: Tensor, lr: float) -> dict:
@@ -461,14 +470,15 @@ def train_step(run: Run, inputs, targets: Tensor, lr: float) -> dict:
 
     Returns scalars of the global batch, which stay on the device: the host waits for none. A key
     added here becomes a field of every row of metrics.jsonl, a column and a curve."""
-    optimizer, scaler, ranks, sums = run.optimizer, run.scaler, world_size(), Counter()
+    optimizer, scaler, ranks = run.optimizer, run.scaler, world_size()
+    sums = Counter()  # of the shares, by name
     optimizer.zero_grad(set_to_none=True)  # 1: zero the gradients
     for group in optimizer.param_groups:  # 2: set the learning rate, in proportion to the group's
         group["lr"] = lr * (group["initial_lr"] / peak_lr)
     n_targets = total(targets_in(targets))
     for x, y in micro_batches(run, inputs, targets):
         means, n = forward(run, run.wrapped, x, y)  # 3: forward
-        parts = n_targets / (n * ranks)  # of the batch; DistributedDataParallel averages over ranks
+        parts = n_targets / (n * ranks)  # so many of these are the batch; DDP averages over ranks
         means = {name: mean / parts for name, mean in means.items()}  # 4: a share of the mean
         scaler.scale(means["loss"]).backward()  # 5: backward
         sums.update({name: mean.detach() for name, mean in means.items()})
@@ -476,7 +486,7 @@ def train_step(run: Run, inputs, targets: Tensor, lr: float) -> dict:
     if has_gradient:
         scaler.unscale_(optimizer)  # 6: unscale, then clip
     weights = run.model.parameters()
-    grad_norm = plumbing.full(nn.utils.clip_grad_norm_(weights, grad_clip or math.inf))
+    grad_norm = plumbing.full_tensor(nn.utils.clip_grad_norm_(weights, grad_clip or math.inf))
     is_float16 = run.dtype == torch.float16
     scale = {"loss_scale": scaler.scale(torch.ones_like(grad_norm))} if is_float16 else {}
     if has_gradient:
@@ -502,7 +512,7 @@ def forward(run, model, x, y):
     """({"loss": mean over the targets that count, and the other scalars that the model returned},
     how many count), by one forward pass under autocast."""
     n = targets_in(y)
-    y = torch.where(n > 0, y, y.new_zeros(()))  # a loss of no targets would not be finite
+    y = torch.where(n > 0, y, y.new_zeros(()))  # without targets any finite loss will do
     with autocast(run):
         result = model(x, y)
     is_pair = isinstance(result, tuple) and isinstance(result[-1], dict)
@@ -533,7 +543,7 @@ def average_weights(run, skipped):
     decay = min(ema_decay, (1 + updates) / (10 + updates))
     for name, average in run.ema.items():
         weight = run.model.get_parameter(name)
-        local(average).lerp_(local(weight), (1 - decay) * (1 - skipped.float()))
+        to_local(average).lerp_(to_local(weight), (1 - decay) * (1 - skipped.float()))
 
 
 def halving_on_oom(run, function, *arguments):
@@ -569,6 +579,7 @@ def record_evaluation(run):
     state, meta = run.state, run.facts["data"]["meta"]
     name, sign = best_metric.removeprefix("-"), -1 if best_metric.startswith("-") else 1
     size = state["micro_batch"]
+    plumbing.sync_buffers(run.model)
     numbers = plumbing.scalars(halving_on_oom(run, evaluate), "evaluate()", "val_loss", name)
     state["micro_batch"] = size  # training may have room for more
     numbers = plumbing.from_all_ranks({key: float(n) for key, n in numbers.items()})[0]
@@ -621,7 +632,6 @@ def evaluate(run: Run) -> dict:
 def evaluating(run: Run):
     """A context for an evaluation: eval mode, averaged weights if there are any. At its end weights,
     buffers, the mode of each module and the random state are as before."""
-    plumbing.sync_buffers(run.model)
     modes = {module: module.training for module in run.model.modules()}
     buffers = {name: buffer.clone() for name, buffer in run.model.named_buffers()}
     before = plumbing.rng_state(run.device)
@@ -641,10 +651,10 @@ def evaluating(run: Run):
 @torch.no_grad()
 def swap_weights(run):
     for name, average in run.ema.items():
-        weight = local(run.model.get_parameter(name))
+        weight = to_local(run.model.get_parameter(name))
         own = weight.clone()
-        weight.copy_(local(average))
-        local(average).copy_(own)
+        weight.copy_(to_local(average))
+        to_local(average).copy_(own)
 
 
 def val_batches(run: Run, name: str | None = None):
@@ -652,7 +662,7 @@ def val_batches(run: Run, name: str | None = None):
     many passes on each rank. What a model draws follows from the seed and the batch. Raises Stopped
     after a batch if a signal has come, on any rank."""
     data, ranks = run.val_data if name is None else run.val_data[name], world_size()
-    size = ranks * min(run.state["micro_batch"], -(-sequences_at(0) // ranks))
+    size = ranks * min(run.state["micro_batch"], math.ceil(sequences_at(0) / ranks))
     # fewer than `ranks` rows at the end join the pass before, so that each rank has some
     edges = [*range(0, max(1, len(data) - ranks + 1), size), len(data)]
     for first, end in pairwise(edges):
@@ -732,7 +742,7 @@ def on_host(leaf):
     """A copy that the next step does not change."""
     if not isinstance(leaf, Tensor):
         return copy.deepcopy(leaf)
-    tensor = plumbing.full(leaf.detach())
+    tensor = plumbing.full_tensor(leaf.detach())
     return tensor.to("cpu", copy=True) if rank() == 0 else None
 
 
@@ -779,8 +789,8 @@ class Saver:
     saved = -1, -1  # (step, evaluated) of the newest save that was begun
 
     def save(self, run, *others, is_required=False):
-        """Write ckpt_STEP.pt, and the same file under other names before it, so that a save which a
-        kill interrupts is taken again. is_required: try for a minute, then raise RunFailed."""
+        """Write the same file under the names of `others`, and last as ckpt_STEP.pt: if a kill comes in
+        between, the resume saves both again. is_required: try for a minute, then raise RunFailed."""
         self.join()
         give_up = time.monotonic() + 60 * is_required
         is_required = is_required or self.saved[0] < 0  # the first shows what cannot be saved
@@ -910,8 +920,11 @@ def log_row(run, row, is_kept=True):
         close_check(run)
     if run.wandb and is_kept:
         run.wandb.log({f"{row['kind']}/{key}": row[key] for key in row} | {"step": row["step"]})
-    for function in on_row if is_kept and rank() == 0 else ():
-        function(run, row)
+    if on_row and is_kept and rank() == 0:
+        before = plumbing.rng_state(run.device)
+        for function in on_row:
+            function(run, row)
+        plumbing.set_rng_state(before, run.device)  # log_interval must not move the run
     if run.state["ended"] and row["kind"] == "train":  # which other ranks do not see
         raise RunFailed("run.stop(): expected at the row of an evaluation, not of a step")
 
@@ -953,6 +966,7 @@ def build(argv: list[str] | None = None, to_train: bool = False):
         if saved:
             compare(run, saved, to_train)
             restore(run, saved)
+            # without a best.pt that these scores belong to, the best begins anew
             if run.another or not from_rank0((run.folder.path / "best.pt").exists):
                 run.state |= {name: FRESH_STATE[name] for name in BEST}
             if resume == "force":
@@ -1052,7 +1066,7 @@ def build_parts(run, vocab_size):
     for group in run.optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     scale = 65536.0 if run.dtype == torch.float16 else 1.0
-    is_on = run.device.type != "mps"  # whose fused optimizers skip no step
+    is_on = run.device.type != "mps"  # it skips NaN in every dtype, but mps's optimizers ignore it
     run.scaler = torch.amp.GradScaler(run.device.type, init_scale=scale, enabled=is_on)
     averaged = run.model.named_parameters() if ema_decay else ()
     run.ema = {name: weight.detach().clone() for name, weight in averaged}
@@ -1095,7 +1109,7 @@ def begin_from(run):
 
 
 def identify(run, data):
-    """Fill run.facts: what checkpoints and run.json say of the run. Its identity are the knobs that
+    """Fill run.facts: what checkpoints and run.json say of the run. Its identity is the knobs that
     are not FREE, the data, and the code."""
     knobs = {name: value for name, value in run.config.items() if name not in FREE}
     knobs["batch"] = knobs.pop("batch_size") * knobs.pop("accum_steps")
@@ -1135,9 +1149,12 @@ def is_finished(run):
     state, name, how = run.state, plumbing.shown(run.folder.path), how_it_is_over(run.state)
     if not how or state["evaluated"] != state["step"]:
         return False
-    longer = "raise --max_steps" if how == "finished" else "raise --patience"
-    longer = "add --resume=force" if state["ended"] else longer
-    hint = f"to train longer {longer} with --out_dir={name}; anew: --out_dir={run.folder.fresh()}"
+    longer, end = "raise --max_steps, with", run.config["decay_steps"]
+    if end:  # the schedule so far
+        longer += f" --decay_steps={end}"
+    if how != "finished":
+        longer = "add --resume=force, with" if state["ended"] else "raise --patience, with"
+    hint = f"to train longer {longer} --out_dir={name}; anew: --out_dir={run.folder.fresh()}"
     print0(f"{name}: {how} at step {state['step']:,}; {best_words(state)}; {hint}")
     return True
 
@@ -1169,7 +1186,12 @@ def open_folder(run):
     paths = {os.path.relpath(path): Path(path) for path in run.config.files}
     files = run.files | {name: path for name, path in paths.items() if name[0] != "."}
     start = about, files, run.saver.saved, bool(run.another), resume == "restart"
-    old_rows = from_rank0(run.folder.begin, *start)
+    try:
+        old_rows = from_rank0(run.folder.begin, *start)
+    except OSError as error:  # a full disk
+        place = plumbing.shown(run.folder.path)
+        words = f"{place} cannot be written ({error.strerror}); nothing in it is lost"
+        raise RunFailed(f"{words}; make room and type the same command again") from error
     if wandb_log and rank() == 0:
         name = wandb_run_name or run.folder.path.name
         run.wandb = plumbing.start_wandb(wandb_project, name, run.folder.about)
