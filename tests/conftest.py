@@ -10,6 +10,8 @@ import hashlib
 import itertools
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +27,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/hones
 
 import numpy as np
 import pytest
+import run_page
 import torch
 from torch.utils._pytree import tree_flatten_with_path
 
@@ -66,6 +69,42 @@ def data_dir(tmp_path_factory):
     return make_dataset(tmp_path_factory.mktemp("data"), "small", pydoc_text()[:3000])
 
 
+def copy_code(folder):
+    """The five files of README, which train without the others."""
+    for name in "train plumbing model optim prepare_data".split():
+        shutil.copy(REPO / f"{name}.py", folder)
+
+
+def edit(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+PAGE = REPO / "docs/forks.md"
+SCRIPTS = run_page.scripts(PAGE)
+
+
+@pytest.fixture(scope="session")
+def page(tmp_path_factory, train_in, data_dir):
+    """A folder with the scripts of docs/forks.md, and with what they read."""
+    folder = tmp_path_factory.mktemp("page")
+    for name, code in SCRIPTS.items():
+        (folder / name).write_text(code)
+    (csv,) = [code for *_, code in run_page.blocks(PAGE) if "savetxt" in code]
+    subprocess.run(["bash", "-c", csv], cwd=folder, check=True)
+    make_dataset(data_dir, "code", pydoc_text()[:20_000], "byte")
+    make_dataset(data_dir, "words", pydoc_text()[-9000:], "byte")
+    train_in(folder, "out/base", "--max_steps=6")
+    return folder
+
+
 # ---- runs ----------------------------------------------------------------------------------------
 
 
@@ -81,6 +120,18 @@ class Done:  # a run that has ended; codes: of its ranks, as in a shell, 128 + n
         self.output = self.stdout + self.stderr
         assert code is None or {*self.codes} == {code}, f"exit codes {self.codes}\n{self.output}"
         return self
+
+    def is_one_line(self, *words):
+        assert self.stderr.count("\n") == 1, self.output
+        assert all(word in self.stderr for word in words), self.stderr
+
+    @property
+    def steps(self):
+        return [row["step"] for row in self.rows("train")]
+
+    @property
+    def losses(self):
+        return [row["loss"] for row in self.rows("train")]
 
     @property
     def facts(self):
@@ -254,6 +305,12 @@ def small_disk(tmp_path):
 # ---- what a run left -----------------------------------------------------------------------------
 
 
+def tree(folder):
+    """{path: content} of its files, but for what run_train keeps there of a run's output."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {path: path.read_bytes() for path in files if not re.match(r"\.(out|err)_", path.name)}
+
+
 def read_log(folder):
     """All rows of metrics.jsonl. It fails for half a line, and for NaN, which is not JSON."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -301,27 +358,21 @@ def serve():
     train.plumbing.peak_flops = lambda *_: (1e12, "not measured in tests")
     for line in sys.stdin:
         request = json.loads(line)
-        end = time.monotonic() + request.pop("limit")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        children, codes = [], {}
+        children = []
         for rank in range(len(request["files"])):
             if (child := os.fork()) == 0:
                 return in_child(train, rank, port, **request)
             children.append(child)
-        while len(codes) < len(children):
-            for child in set(children) - set(codes):
-                if (status := os.waitpid(child, os.WNOHANG))[0]:
-                    codes[child] = os.waitstatus_to_exitcode(status[1])
-                elif time.monotonic() > end:
-                    os.kill(child, signal.SIGKILL)
-            time.sleep(0.002)
-        print(json.dumps([[codes[child] for child in children], children]), flush=True)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps([codes, children]), flush=True)
 
 
-def in_child(train, rank, port, argv, files, before, threads, cwd, env):
+def in_child(train, rank, port, argv, files, before, threads, cwd, env, limit):
     os.setsid()
+    signal.alarm(limit)  # by default it ends the process
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup pytest` ignores
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, path in enumerate(files[rank], 1):
@@ -333,7 +384,7 @@ def in_child(train, rank, port, argv, files, before, threads, cwd, env):
     sys.argv = [str(REPO / "train.py"), *argv]
     train.plumbing.script = REPO / "train.py"
     torch.set_num_threads(threads or torch.get_num_threads())
-    train.plumbing.STARTED = time.perf_counter()
+    train.plumbing.STARTED, train.plumbing.STARTED_AT = time.perf_counter(), time.time()
     scope = {"train": train, "plumbing": train.plumbing, "torch": torch, "np": np, "rank": rank}
     scope |= {"os": os, "signal": signal, "time": time}
     train.plumbing.exit_process = leave

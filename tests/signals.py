@@ -1,7 +1,7 @@
 """Is a run that signals stop at random moments the same run? Real commands, default threads.
 
     python tests/signals.py --count=60 --seed=1
-    python tests/signals.py --count=12 --seed=1 --steps=60 --only="plain;two workers, augmented"
+    python tests/signals.py --count=12 --seed=1 --steps=60 --only="plain;init_from"
 
 For each configuration a run without signals, and one that gets KILL, TERM or INT at random moments,
 in its start, in evaluations and in saves, too, and that is started again until it has finished.
@@ -19,7 +19,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import sources
 from conftest import (
     REPO,
     arguments,
@@ -33,37 +32,21 @@ from conftest import (
     torchrun,
     wait_until_gone,
 )
+from sources import END
+from test_resume import WITH
 
 COMMON = (  # wide enough that products and sums are split among threads
-    "--n_embd=128 --block_size=32 --batch_size=16 --warmup_steps=10 --eval_interval=10 "
-    "--save_interval=15 --log_interval=3 --eval_tokens=200"
+    "--n_embd=128 --block_size=32 --batch_size=16 --dropout=0.1 --warmup_steps=10 "
+    "--eval_interval=10 --save_interval=15 --log_interval=3 --eval_tokens=200"
 )
-PLATEAU = "--plateau_factor=0.7 --plateau_patience=1 --min_delta=0.05"
 CONFIGURATIONS = {  # name: (flags, script of a fork, ranks)
-    "plain": ("", "", 1),
-    "dropout, accumulation": ("--dropout=0.1 --batch_size=4 --accum_steps=4", "", 1),
-    "averages, plateau": (f"--ema_decay=0.9 {PLATEAU}", "", 1),
-    "two workers, augmented": ("--num_workers=2", sources.AUGMENTED, 1),
-    "three ranks": ("--dropout=0.1", "", 3),
+    "plain": ("--dropout=0", "", 1),
+    "dropout, accumulation": ("--batch_size=4 --accum_steps=4", "", 1),
+    "three ranks": ("", "", 3),
     "two shards, averages": ("--ema_decay=0.9 --shard=true", "", 2),
-    "1, 3, 2 shards, 1": ("--schedule=constant --dropout=0.1 --ema_decay=0.9", "", 1),
-    "compiled": ("--compile=true --dropout=0.1", "", 1),
-    "float16, Muon": ("--dtype=float16 --optimizer=muon", "", 1),
-    "bfloat16": ("--dtype=bfloat16", "", 1),
-    "init_from": ("--dropout=0.1", "", 1),
-    "validation sets": (PLATEAU, sources.SEVERAL_SETS, 1),
-    "growing batch": (
-        "--batch_size=8",
-        sources.script("sound/schedules_growing_batch") + sources.END,
-        1,
-    ),
-    "a script with a knob": ("--alpha=0.02", sources.KNOB, 1),
-    "tiny intervals": ("--save_interval=1 --eval_interval=1 --log_interval=1 --keep_last=1", "", 1),
-    "Muon": ("--optimizer=muon --dropout=0.1", "", 1),
-    "momentum": ("--optimizer=momentum --peak_lr=0.1 --schedule=step", "", 1),
-    "sgd": ("--optimizer=sgd --peak_lr=0.1 --schedule=onecycle", "", 1),
-    "adam": ("--optimizer=adam --n_layer=2 --grad_checkpoint=true --dropout=0.1", "", 1),
-}
+    "1, 3, 2 shards, 1": ("--schedule=constant --ema_decay=0.9", "", 1),
+    "compiled": ("--compile=true", "", 1),
+} | {name: (*flags_and_fork, 1) for name, flags_and_fork in WITH.items()}
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
@@ -72,23 +55,23 @@ class Case:
 
     def __init__(self, name, folder, data_dir, steps):
         self.folder, self.steps = folder, steps
-        self.sent = []  # (signal, whether there was a checkpoint)
+        self.sent = []  # names of signals; in brackets before the first save
         self.faults = []
         flags, fork, ranks = CONFIGURATIONS[name]
         folder.mkdir()
         self.script = REPO / "train.py"
-        if fork:
-            self.script = folder / "fork.py"
-            self.script.write_text(fork)
-        self.flags = arguments("run", data_dir, [*COMMON.split(), *flags.split()])
+        self.flags = arguments("run", data_dir, COMMON.split())
         self.phases = [(ranks, [f"--max_steps={steps}"])]
         if name.startswith("1, 3"):
             ends = [f"--max_steps={steps * quarter // 4}" for quarter in (1, 2, 3, 4)]
             shard = [ends[2], "--shard=true"]
             self.phases = [(1, ends[:1]), (3, ends[1:2]), (2, shard), (1, ends[3:])]
-        if name == "init_from":
+        if "{checkpoint}" in flags:
             self.complete("parent")
-            self.flags += ["--init_from=parent/best.pt", "--seed=5"]
+        self.flags += flags.format(checkpoint="parent/best.pt").split()
+        if fork:
+            self.script = folder / "fork.py"
+            self.script.write_text(fork.removesuffix(END) + END)
         self.durations = self.complete("straight")
 
     def complete(self, out_dir, count=0, draw=None):
@@ -139,7 +122,8 @@ class Case:
 
     def send(self, number, process, out_dir, draw):
         """Send a signal. Returns the exit codes that are right after it."""
-        self.sent.append((number.name, any((self.folder / out_dir).glob("ckpt_*.pt"))))
+        is_saved = any((self.folder / out_dir).glob("ckpt_*.pt"))
+        self.sent.append(number.name if is_saved else f"({number.name})")
         ranks = processes(mark=process.mark) if "torch.distributed.run" in process.args else []
         victim = draw.choice([process.pid, *ranks])  # the launcher or a rank
         send = os.killpg if number == signal.SIGINT and victim == process.pid else os.kill
@@ -190,12 +174,10 @@ def main(argv=None):
             differs = case.compare()
             sent += case.sent
             n_exact += not differs
-            how = " ".join(word if saved else f"({word})" for word, saved in case.sent)
             verdict = f"differs: {'; '.join(differs)}" if differs else "exact"
             again = f"{case.compared} steps compared, {time.monotonic() - began:.0f} s"
-            print(f"{name:<24}{verdict}; {how}; {again}", flush=True)
-    n_saved = sum(saved for _, saved in sent)
-    print(f"{len(sent)} signals sent, {n_saved} after the first save (the others in brackets);")
+            print(f"{name:<24}{verdict}; {' '.join(case.sent)}; {again}", flush=True)
+    print(f"{len(sent)} signals sent (in brackets those before the first save);")
     print(f"{n_exact} of {len(names)} configurations exact")
     return int(n_exact < len(names))
 

@@ -36,6 +36,14 @@ def at_step(step, code):
     return around("train_step", f"if run.state['step'] == {step} - 1:\n{code}")
 
 
+def in_evaluation(step, code):
+    """Source that runs `code` as the evaluation after that step reads a batch, with no save under
+    way."""
+    code = textwrap.indent(WAIT_FOR_SAVE + textwrap.dedent(code), " " * 4)
+    due = f"run.state['step'] == {step} and not torch.is_grad_enabled()"
+    return around("batch_at", f"if {due}:\n{code}")
+
+
 def stop_at(step, name="SIGTERM"):
     """Source of a process that sends itself the signal in that step."""
     return at_step(step, f"os.kill(os.getpid(), signal.{name})")
@@ -46,6 +54,12 @@ def script(name):
     folder, _, module = name.rpartition("/")
     path = Path(__file__).with_name(folder)
     return f"import sys, train; sys.path.insert(0, '{path}'); import {module}\n"
+
+
+def loading(path):
+    """Source that makes the script at `path` that of the run."""
+    words = f"import pathlib, sys; sys.path.insert(0, {str(path.parent)!r})"
+    return f"{words}\nplumbing.script = pathlib.Path({str(path)!r})\nimport {path.stem}\n"
 
 
 def on_rank(rank, source):

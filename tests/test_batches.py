@@ -95,9 +95,6 @@ def test_workers_change_no_order(data_dir, tmp_path, workers):
     plumbing.kill_workers()
 
 
-# ---- windows to validate -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("count", [1, 6, 64])
 @pytest.mark.parametrize("length", [BLOCK + 1, 2 * BLOCK, TOKENS])
 def test_validation_counts_every_token_exactly_once(tmp_path, length, count):

@@ -18,6 +18,7 @@ sys.path.insert(0, str(REPO / "tests"))
 import bugs  # noqa: E402
 
 import check  # noqa: E402
+import plumbing  # noqa: E402
 import train  # noqa: E402
 from checks import lines, plain, probes, twin, verdicts  # noqa: E402
 
@@ -118,7 +119,24 @@ def test_a_copy_of_train_py_is_judged_itself(run_check, tmp_path):
     assert text.count(old) == 1
     (tmp_path / "mine.py").write_text(text.replace(old, "return peak_lr"))
     code, output = run_check("mine.py")
-    assert code == 1 and "step 1: lr is 0.01 in train.py, 0.00333" in output, output
+    assert code == 1 and "step 1: lr is 0.01 in this run, 0.00333" in output, output
+
+
+def test_a_knob_may_act_later_and_a_batch_may_have_no_target(run_check, tmp_path):
+    (tmp_path / "later.py").write_text("""import train
+train.knob("since", 20, "the step from which the embedding learns")
+class Masked(train.ShuffledWindows):
+    def __getitem__(self, place):
+        inputs, targets = super().__getitem__(place)
+        targets[:] = -100 if place[0] == 48 else targets
+        return inputs, targets
+def train_step(run, *batch, inner=train.train_step):
+    run.model.embedding.requires_grad_(run.state["step"] >= train.since)
+    return inner(run, *batch)
+train.ShuffledWindows, train.train_step = Masked, train_step
+""")
+    code, output = run_check("later.py", "--since=10")
+    assert code == 0 and "✓ steps" in output and "✓ knobs" in output, output
 
 
 # ---- what is compared ----------------------------------------------------------------------------
@@ -131,7 +149,7 @@ def test_the_first_number_that_differs_is_named():
     mark, words = twin.compared(expected, found, 1e-9)
     assert mark == lines.FAULT
     assert words.startswith("step 3, where check.py makes the gradient NaN: loss is 1.00000001 in")
-    assert "loss is missing in train.py" in twin.compared(expected, {}, 1)[1]
+    assert "loss is missing in this run" in twin.compared(expected, {}, 1)[1]
     assert twin.compared({}, found, 1)[0] == lines.ABSENT
     expected = {("eval", 0): {"val_loss": 2.0}}  # what is not finite is never accepted
     for logged in (None, math.nan, math.inf):
@@ -149,22 +167,15 @@ def test_every_line_has_words_and_every_check_a_line():
 # ---- the plain loop ------------------------------------------------------------------------------
 
 
-RATES = {  # at steps 0, 49, 350, 850, 1100 and 1500, which is past the end
-    "cosine": (0.01, 0.5, 0.868, 0.232, 0.1, 0.1),
-    "onecycle": (0.04, 0.505, 0.868, 0.232, 0.1, 0.1),
-    "linear": (0.01, 0.5, 0.775, 0.325, 0.1, 0.1),
-    "constant": (0.01, 0.5, 1.0, 1.0, 1.0, 1.0),
-    "step": (0.01, 0.5, 0.5, 0.125, 0.1, 0.1),
-}
-
-
-@pytest.mark.parametrize("schedule", RATES)
+@pytest.mark.parametrize("schedule", train.CHOICES["schedule"])
 def test_the_plain_loop_knows_every_schedule_also_past_its_end(schedule):
-    k = SimpleNamespace(schedule=schedule, peak_lr=1.0, min_lr=0.1, step_size=250, gamma=0.5)
-    k.warmup_steps, k.decay_steps = 100, 1100
-    found = [plain.lr_at(k, step) for step in (0, 49, 350, 850, 1100, 1500)]
-    assert found == pytest.approx(RATES[schedule], abs=1e-3)
-    assert {*RATES} == {*twin.SCHEDULES} == {*train.CHOICES["schedule"]}
+    """Its rates are those of train.py, which test_loop.py compares with a formula."""
+    words = [f"--schedule={schedule}", "--peak_lr=1", "--min_lr=0.1", "--step_size=250"]
+    words += ["--gamma=0.5", "--warmup_steps=100", "--decay_steps=1100"]
+    with plumbing.configured(vars(train), argv=words) as k:
+        for step in (0, 49, 350, 850, 1100, 1500):
+            assert plain.lr_at(SimpleNamespace(**k), step) == pytest.approx(train.lr_at(step)), step
+    assert {*twin.SCHEDULES} == {*train.CHOICES["schedule"]}
     assert {*twin.OPTIMIZERS} == {*train.CHOICES["optimizer"]}
 
 

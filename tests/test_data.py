@@ -17,12 +17,12 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+from conftest import tree
 
 import prepare_data
 from plumbing import BadInput, Offline
 from prepare_data import TOKENIZERS, prepare, start_and_end, tokenizer_of, verified_meta
 
-SCRIPT = Path(prepare_data.__file__)
 HONEST_DATA = Path(os.environ.get("HONEST_DATA") or os.devnull)  # which holds no file
 if has_gpt2 := (HONEST_DATA / "tiktoken_cache").is_dir():
     os.environ["TIKTOKEN_CACHE_DIR"] = str(HONEST_DATA / "tiktoken_cache")
@@ -32,7 +32,6 @@ SHAKESPEARE = HONEST_DATA / "tinyshakespeare" / "input.txt"
 TEXT = "Ein Esel, ein Käse & ein 🐴: \nsie reisen nach Bremen.\n" * 20
 TEXTS = ["".join(f"{i} x {j} = {i * j}\n" for j in range(150)) for i in range(200)]
 TEXTS = [f"Nº {i}\n{text}" for i, text in enumerate(TEXTS)]
-PNG = b"\x89PNG\r\n\0\0\1\2"
 # No test leaves this machine: one that downloads says from where. Nothing listens at this port.
 os.environ |= {"SHAKESPEARE_URL": "http://127.0.0.1:9", "no_proxy": "*"}
 
@@ -67,7 +66,8 @@ def refusal(command, tmp_path):
     def run(*words):
         before = tree(tmp_path)
         done = command(*words, code=2)
-        assert done.stderr.count("\n") == 1 and tree(tmp_path) == before
+        done.is_one_line()
+        assert tree(tmp_path) == before
         return done.stderr
 
     return run
@@ -87,12 +87,6 @@ def write(path, content):
 
 def write_lines(path, texts, field="text"):
     write(path, "".join(json.dumps({"id": 1, field: text}) + "\n\n" for text in texts))
-
-
-def tree(folder):
-    """{path: content}, without what the run of a command prints."""
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(p): p.read_bytes() for p in files if not re.match(r"\.(out|err)_", p.name)}
 
 
 def text_of(folder, *splits):
@@ -197,7 +191,7 @@ def test_a_damaged_dataset_is_refused_with_what_to_type(tmp_path):
         with pytest.raises(BadInput, match="damaged .*; delete .*esel/meta.json and type"):
             prepare("esel", str(tmp_path))
         for path, content in whole.items():
-            write(Path(path), content)
+            write(path, content)
     os.remove(tmp_path / "esel" / "meta.json")  # now it is incomplete, and made anew
     assert make(tmp_path / "esel", tmp_path / "esel.txt") == meta
 
@@ -227,7 +221,7 @@ def test_after_a_kill_a_rerun_writes_the_same_bytes(run_train, tmp_path, corpus,
     assert [*tree(tmp_path / "made").values()] == [*whole] and len(whole) == 3
 
 
-# ---- tokenizers ----------------------------------------------------------------------------------
+# ---- tokenizers, a corpus ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["char", "byte", GPT2])
@@ -256,9 +250,6 @@ def test_what_a_tokenizer_loses_is_printed(tmp_path, capsys, monkeypatch):
     warning = r"changes 2 of the first 4 documents: 'g to lose\nEsel' becomes 'g to lose\nesel'"
     printed = capsys.readouterr().out
     assert printed.count("warning") == 1 and warning in printed
-
-
-# ---- a corpus ------------------------------------------------------------------------------------
 
 
 def test_a_validation_document_never_occurs_in_training(tmp_path):

@@ -148,9 +148,6 @@ def test_the_head_is_padded_for_the_training_loss_alone(smoothing):
     assert others["accuracy"].item() == pytest.approx(share.item())
 
 
-# ---- sampling ------------------------------------------------------------------------------------
-
-
 def test_generate_is_reproducible_and_crops():
     model = build().eval()
     prompt, _ = batch(2, model)
@@ -196,9 +193,6 @@ def test_keys_and_values_are_kept_while_the_context_has_room(name, ahead, monkey
     for place, drawn_from in enumerate(logits, 5):
         expected = model(tokens[:, max(0, place - 32) : place])[:, -1]
         torch.testing.assert_close(drawn_from, expected, rtol=0, atol=1e-5)
-
-
-# ---- dropout -------------------------------------------------------------------------------------
 
 
 def test_dropout_keeps_the_mean_and_drops_independently():

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from test_model import build
 from torch import nn
 
-from model import GPT, GPTConfig
 from optim import Muon, configure_optimizer, orthogonal
 
 KNOBS = {"peak_lr": 0.1, "weight_decay": 0.5, "beta1": 0.9, "beta2": 0.95, "momentum": 0.9}
@@ -27,15 +27,6 @@ class Recurrent(nn.Module):
     def forward(self, inputs, targets):
         logits = self.head(self.gru(self.conv(self.token(inputs).mT).mT)[0])
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def build():
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(vocab_size=65, block_size=32, n_layer=2, n_head=2, n_embd=32))
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.2)
-    return model
 
 
 def configure(model, name, device_type="cpu"):

@@ -37,7 +37,7 @@ def test_any_number_of_ranks_takes_the_steps_of_one(run_train, once, ranks, flag
     """With unequal numbers of micro-batches, too; and each rank draws dropout of its own."""
     note = """
 held = getattr(run.wrapped, "module", run.model)
-weight = plumbing.full(held.head.weight.detach()).double().sum().item()
+weight = plumbing.full_tensor(held.head.weight.detach()).double().sum().item()
 noise = torch.rand(1).item()
 os.write(1, f"REPLICA {run.state['step']} {weight!r} DREW {noise}\\n".encode())
 """
@@ -152,6 +152,22 @@ train.on_row.append(stop)
     assert done.facts["ended"] == "stopped: enough" and len(done.rows("train")) == 4
 
 
+LOOK = """
+def look(run, row):
+    torch.rand(3)
+    with train.evaluating(run):
+        run.model(*train.batch_at(run, 0, 2))
+train.on_row.append(look)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_on_row_draws_and_computes_moves_nothing(run_train, ranks):
+    flags = "--dropout=0.2", "--log_interval=1"
+    done = run_train("run", *flags, ranks=ranks, before=LOOK)
+    assert done.fingerprint() == run_train("plain", *flags, ranks=ranks).fingerprint()
+
+
 POISON = """
 def poison(grad):
     return torch.full_like(grad, VALUE) if run_of[0].state["step"] >= 5 else grad
@@ -177,9 +193,10 @@ def test_a_bad_gradient_of_one_rank_moves_nothing_on_any(run_train, name):
 # ---- one message ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags, words", [("--n_head=3", "no even multiple"), ("--seed=2", "-> 2")])
+@pytest.mark.parametrize(
+    "flags, words", [("--n_head=3", "expected a multiple of 2"), ("--seed=2", "-> 2")]
+)
 def test_what_is_refused_is_said_once_and_every_rank_has_the_exit_code(run_train, flags, words):
-    """Bad input, and what is another run."""
     run_train("run", ranks=2, before=stop_at(6), code=143)
     done = run_train("run", flags, ranks=3, code=2)
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
@@ -194,11 +211,10 @@ def test_an_error_of_one_rank_ends_the_others_with_a_message(run_train):
     assert run_train("run", *FLAGS, ranks=3).events("resume")[0]["checkpoint"] == "ckpt_00000004.pt"
 
 
-def test_the_launchers_code_is_not_0_after_bad_input(start_train):
+def test_the_launchers_code_is_not_0_after_bad_input(python_train):
     """By torchrun, whose ranks print no warning of DistributedDataParallel."""
-    process = start_train("run", "--n_head=3", launcher=torchrun(2), env={"OMP_NUM_THREADS": "1"})
-    assert process.wait(100) == 1
-    text = process.log.read_text()
+    how = {"launcher": torchrun(2), "env": {"OMP_NUM_THREADS": "1"}}
+    text = python_train("run", "--n_head=3", code=1, **how).output
     assert text.count("train.py: ") == 1 and re.search(r"exitcode +: 2", text)
 
 
@@ -207,7 +223,7 @@ def test_shards_hold_a_share_each_and_a_checkpoint_is_whole(run_train):
 weights = [*run.model.parameters()]
 moments = [m for state in run.optimizer.state.values() for m in state.values() if m.ndim]
 kinds = (weights, [w.grad for w in weights], moments)
-held = [sum(plumbing.local(t).nbytes for t in kind) for kind in kinds]
+held = [sum(plumbing.to_local(t).nbytes for t in kind) for kind in kinds]
 os.write(1, f"HELD {held}\n".encode())
 """
     source, totals = around("train_step", then=held), {}

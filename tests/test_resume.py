@@ -10,14 +10,21 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, fingerprint, read_log, rows, torchrun, wait_for, wait_until_gone
-from sources import AUGMENTED, KNOB, SEVERAL_SETS, around, at_step, on_rank, script, stop_at
+from conftest import copy_code, fingerprint, read_log, rows, torchrun, wait_for, wait_until_gone
+from sources import (
+    AUGMENTED,
+    KNOB,
+    SEVERAL_SETS,
+    around,
+    at_step,
+    in_evaluation,
+    on_rank,
+    script,
+    stop_at,
+)
 
 STEPS = 12
 # Evaluations and saves fall on different steps; the batch of step 6 has windows of two epochs.
@@ -49,7 +56,7 @@ def assert_same(done, straight, steps=STEPS):
     assert done.fingerprint(steps) == straight.fingerprint(steps)
     assert fingerprint(done.out_dir / "best.pt") == fingerprint(straight.out_dir / "best.pt")
     assert done.rows() == straight.rows()
-    assert [row["step"] for row in done.rows("train")] == list(range(1, steps + 1))
+    assert done.steps == [*range(1, steps + 1)]
     assert not list(done.out_dir.glob("*.tmp"))
     computed_again(done)
 
@@ -89,19 +96,27 @@ def test_resume_is_bit_exact_after(train, whole, name, step, newest, again):
     assert_same(done, whole())
 
 
-IN_EVALUATION = [("SIGTERM", 0), ("SIGTERM", 4), ("SIGTERM", STEPS), ("SIGKILL", 4)]
+IN_EVALUATION = [("SIGTERM", 0, 4), ("SIGTERM", 4, 4), ("SIGTERM", 12, 4)]
+IN_EVALUATION += [("SIGTERM", 5, 5), ("SIGKILL", 5, 5)]  # where a save is due, too
 
 
-@pytest.mark.parametrize("name, step", IN_EVALUATION)
-def test_a_stop_in_an_evaluation_leaves_it_to_the_process_that_resumes(train, whole, name, step):
-    """No part of one is recorded."""
-    within = f"""
-    if run.state["step"] == {step} and args[1] >= 4:
+@pytest.mark.parametrize("name, step, every", IN_EVALUATION)
+def test_a_stop_in_an_evaluation_leaves_it_to_the_process_that_resumes(
+    train, whole, name, step, every
+):
+    """After one batch, and no part of it is recorded. A save that was due is on the disk."""
+    flags = ("--batch_size=2", f"--eval_interval={every}")
+    stop = f"""
+    print("BATCH", args[1], flush=True)
+    if args[1] == 4:
         os.kill(os.getpid(), signal.{name})
     """
-    ended = train("run", before=around("batch_at", within), code=128 + signal.Signals[name])
-    assert [row["step"] for row in ended.rows("eval")] == [n for n in (0, 4, 8) if n < step]
-    assert_same(train("run"), whole())
+    code = 128 + signal.Signals[name]
+    ended = train("run", *flags, before=in_evaluation(step, stop), code=code)
+    assert re.findall(r"BATCH (\d+)", ended.stdout) == ["0", "2", "4"]
+    assert [row["step"] for row in ended.rows("eval")] == [*range(0, step, every)]
+    assert ended.checkpoint(step).exists()
+    assert_same(train("run", *flags), whole(*flags))
 
 
 RARER = {"--eval_interval=5": [0, 5, 10, 12], "--eval_interval=0": [0, 12]}
@@ -110,20 +125,11 @@ RARER["--max_steps=14"] = [0, 4, 8, 12, 14]
 
 @pytest.mark.parametrize("typed", RARER)
 def test_an_evaluation_that_was_stopped_is_taken_by_the_intervals_of_the_next_command(train, typed):
-    within = "if run.state['step'] == 4: os.kill(os.getpid(), signal.SIGTERM)"
-    train("run", "--schedule=constant", before=around("batch_at", within), code=143)
+    stop = in_evaluation(4, "os.kill(os.getpid(), signal.SIGTERM)")
+    train("run", "--schedule=constant", before=stop, code=143)
     done = train("run", "--schedule=constant", typed)
     assert [row["step"] for row in done.rows("eval")] == RARER[typed]
     assert computed_again(done)[0][0] == 4
-
-
-def test_a_stop_before_a_plateau_is_no_difference(train, whole):
-    """The evaluation that is due will lower the rate of the next step."""
-    for step in (4, 6):
-        train("run", *PLATEAU.split(), before=stop_at(step), code=143)
-    done = train("run", *PLATEAU.split())
-    assert_same(done, whole(*PLATEAU.split()))
-    assert len({row["lr"] for row in done.rows("train")[3:]}) > 5  # the rate did fall
 
 
 SIGUSR1 = "os.kill(os.getpid(), signal.SIGUSR1)"
@@ -201,7 +207,6 @@ def test_a_kill_within_a_save_leaves_no_half_checkpoint(train, whole, file, writ
 
 
 def test_a_save_in_the_background_holds_the_state_of_its_own_step(train, whole):
-    """Though the loop goes on meanwhile."""
     slow = """
 def save(*args, inner=torch.save):
     time.sleep(0.1)
@@ -255,11 +260,13 @@ SAME_WEIGHTS = ("tiny intervals", "several validation sets", "hacks/waits")
 
 @pytest.mark.parametrize("name", WITH)
 def test_resume_is_bit_exact_with(train, whole, name):
-    """It learns; and what it has moves the weights, unless it should not."""
+    """It learns; and what it has moves the weights, unless it should not. A stop at step 8 comes
+    before an evaluation that will lower the rate of the next step."""
     flags, fork = WITH[name]
     flags = flags.format(checkpoint=whole().checkpoint(STEPS)).split()
     train("run", *flags, before=fork + stop_at(7, "SIGKILL"), code=137)
-    train("run", *flags, before=fork + stop_at(9), code=143)
+    stop = stop_at(8 if "plateau" in name else 9)
+    train("run", *flags, before=fork + stop, code=143)
     done, straight = train("run", *flags, before=fork), whole(*flags, before=fork)
     assert len(done.events("resume_checked")) == 2
     assert_same(done, straight)
@@ -300,18 +307,15 @@ def test_resume_is_bit_exact_when_compiled(train, tmp_path):
     assert_same(train("run", *flags, before=SMALL_MODEL, **how), straight)
 
 
-COPIED = "train plumbing model optim prepare_data".split()
-
-
 @pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
-def test_the_real_command_stopped_and_typed_again(start_train, once, tmp_path, name):
+def test_the_real_command_stopped_and_typed_again(start_train, python_train, once, name, tmp_path):
     """SIGINT to all processes of the group, workers included, as a terminal sends it to a script.
     SIGKILL to a copy of the five files of README in an empty folder, where nothing else is."""
     flags, fork, code = [*FLAGS, "--max_steps=60"], "", -9
     how = {"script": "train.py", "env": {"PYTHONPATH": ""}}
-    for module in COPIED if name == "SIGKILL" else ():
-        shutil.copy(REPO / f"{module}.py", tmp_path)
-    if name == "SIGINT":
+    if name == "SIGKILL":
+        copy_code(tmp_path)
+    else:
         flags += ["--num_workers=1", "--prefetch_factor=1"]
         fork, how, code = AUGMENTED, {"script": "lab.py"}, 130
         (tmp_path / "lab.py").write_text(fork)
@@ -321,24 +325,20 @@ def test_the_real_command_stopped_and_typed_again(start_train, once, tmp_path, n
     assert process.wait(60) == code, process.log.read_text()
     wait_until_gone(mark=process.mark)
     assert 10 <= max(row["step"] for row in rows(tmp_path / "run", "train")) < 60
-    process = start_train("run", *flags, **how)
-    assert process.wait(60) == 0, process.log.read_text()
+    done = python_train("run", *flags, **how)
     # nothing to compare with: no row was past the last checkpoint
     exact = "every loss and norm the same|nothing to compare with"
-    assert re.search(f"resumed at step .*: .*({exact})", process.log.read_text())
+    assert re.search(f"resumed at step .*: .*({exact})", done.stdout)
     straight = once(*flags, before=fork, threads=None)
-    assert fingerprint(tmp_path / "run/ckpt_00000060.pt") == straight.fingerprint(60)
-    assert rows(tmp_path / "run") == straight.rows()
+    assert done.fingerprint(60) == straight.fingerprint(60) and done.rows() == straight.rows()
 
 
 def test_signals_at_random_moments(tmp_path):
     """Twelve of those that `python tests/signals.py` sends."""
-    command = [sys.executable, str(Path(__file__).with_name("signals.py")), "--count=12"]
-    only = "--only=dropout, accumulation;two workers, augmented;averages, plateau"
-    how = {"capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run([*command, only, "--steps=40", f"--folder={tmp_path}"], **how)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 of 3 configurations exact" in done.stdout
+    import signals
+
+    only = "--only=dropout, accumulation;two workers that augment;averages and a plateau"
+    assert signals.main(["--count=12", only, "--steps=40", f"--folder={tmp_path}"]) == 0
 
 
 # ---- on several ranks ----------------------------------------------------------------------------
@@ -356,9 +356,8 @@ ON_RANKS = [  # (ranks, flags, signal to the last one)
 def test_resume_is_bit_exact_on(train, whole, ranks, flags, name):
     """A stop of one rank stops all; a rank that is killed ends the others."""
     flags, code = flags.split(), 143 if name == "SIGTERM" else None
-    ended = train(
-        "run", *flags, ranks=ranks, before=on_rank(ranks - 1, stop_at(7, name)), code=code
-    )
+    stop = on_rank(ranks - 1, stop_at(7, name))
+    ended = train("run", *flags, ranks=ranks, before=stop, code=code)
     assert code or sorted(ended.codes) == [1] * (ranks - 1) + [137]
     assert_same(train("run", *flags, ranks=ranks), whole(*flags, ranks=ranks))
 
@@ -391,7 +390,7 @@ def test_torchrun_passes_a_signal_on(start_train, run_train, once, name):
     assert_same(done, once(*flags, ranks=3), 60)
 
 
-# ---- what is left out must show ------------------------------------------------------------------
+# ---- what is left out must show, and is told -----------------------------------------------------
 
 EACH = "for s in c['optimizer']['state'].values(): "
 ALL, STATE = {"model", "optimizer"}, {"model", "optimizer", "state"}
@@ -425,29 +424,21 @@ def test_what_a_checkpoint_leaves_out_shows_in_the_hash(train, whole, part):
     assert bool(check["first_difference"]) == (part not in ("nothing", "averages"))
 
 
-# ---- how exact was it? ---------------------------------------------------------------------------
-
-
-def test_other_numbers_than_those_of_before_are_told_with_where_they_begin(train):
-    """The log of the killed process is forged: another loss at step 7."""
+def test_other_numbers_than_those_of_before_are_told_with_where_they_begin(train, whole):
+    """The log of the killed process is forged: another loss at step 7, and half a line at the end,
+    which is no row."""
     ended = train("run", before=stop_at(8, "SIGKILL"), code=137)
     forged = read_log(ended.out_dir)
     (row,) = (row for row in forged if row["kind"] == "train" and row["step"] == 7)
     true, row["loss"] = row["loss"], 1.5
     text = "".join(json.dumps(row) + "\n" for row in forged)
-    (ended.out_dir / "metrics.jsonl").write_text(text)
+    half = '{"kind": "train", "step": 8, "loss": 3.'
+    (ended.out_dir / "metrics.jsonl").write_text(text + half)
     done = train("run")
+    assert done.rows() == whole().rows()
     (check,) = done.events("resume_checked")
     assert check["first_difference"] == {"step": 7, "field": "loss", "then": 1.5, "now": true}
     assert "other numbers from step 7 on: loss 1.5 then" in done.stdout
-    assert done.rows("train")[6]["loss"] == true
-
-
-def test_where_no_row_is_past_the_checkpoint_there_is_nothing_to_compare_with(train):
-    train("run", "--max_steps=5", "--schedule=constant")
-    done = train("run", "--schedule=constant")
-    assert "resumed at step 5: nothing to compare with" in done.stdout
-    assert computed_again(done) == [(5, 0)]
 
 
 def test_after_a_stop_slow_steps_are_not_taken_for_their_rows(train, whole):
@@ -457,18 +448,14 @@ def test_after_a_stop_slow_steps_are_not_taken_for_their_rows(train, whole):
     assert_same(train("run"), whole())
 
 
-def test_half_a_line_that_a_kill_left_is_no_row(train, whole):
-    ended = train("run", before=stop_at(9, "SIGKILL"), code=137)
-    with open(ended.out_dir / "metrics.jsonl", "a") as file:
-        file.write('{"kind": "train", "step": 9, "loss": 3.')
-    assert_same(train("run"), whole())
-
-
 def test_a_run_that_is_extended_takes_the_course_of_one_that_was_that_long(train, whole):
-    """Its evaluation at the end of the shorter one does not count for the rate."""
+    """Its evaluation at the end of the shorter one does not count for the rate. No row is past its
+    checkpoint."""
     flags = ("--schedule=constant", *PLATEAU.split())
     train("run", *flags, "--max_steps=7")
     done, straight = train("run", *flags), whole(*flags)
+    assert "resumed at step 7: nothing to compare with" in done.stdout
+    assert computed_again(done) == [(7, 0)]
     assert done.rows("train") == straight.rows("train")
     assert [row for row in done.rows("eval") if row["step"] != 7] == straight.rows("eval")
     ours, expected = done.fingerprint(STEPS), straight.fingerprint(STEPS)

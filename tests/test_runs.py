@@ -10,15 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, TINY, fingerprint, make_dataset, rows
+from conftest import REPO, TINY, copy_code, edit, fingerprint, make_dataset, rows, tree
 from sources import KNOB, around, stop_at
 
 import plumbing
 import train
-
-
-def tree(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def state_in(path):
@@ -31,24 +27,18 @@ def refused(run_train, tmp_path):
 
     def check(*flags, words, **how):
         before = tree(tmp_path / "run")
-        done = run_train("run", *flags, **how, code=2)
-        assert len(done.stderr.splitlines()) == 1, done.stderr
-        for word in words:
-            assert word in done.stderr
+        run_train("run", *flags, **how, code=2).is_one_line(*words)
         assert tree(tmp_path / "run") == before
 
     return check
 
 
-@pytest.fixture(scope="module")
-def stopped(train_in, tmp_path_factory):
-    """stopped(folder) makes in it the `run` that was stopped after 6 of its 12 steps."""
-    folder = tmp_path_factory.mktemp("stopped")
-    made = train_in(folder, "run", before=stop_at(6), code=143)
-    return lambda folder: shutil.copytree(made.out_dir, folder / "run")
+@pytest.fixture
+def stopped(once, tmp_path):
+    """The folder of a `run` that was stopped after 6 of its 12 steps."""
+    made = once(before=stop_at(6), code=143)
+    return shutil.copytree(made.out_dir, tmp_path / "run")
 
-
-# ---- where it lies -------------------------------------------------------------------------------
 
 FOLDERS = """
 --n_layer=2                               out/run,n_layer=2
@@ -62,6 +52,7 @@ FOLDERS = """
 two.py --seed=2                           out/two,seed=2
 two.py --n_layer=2                        out/two
 --init_from=out/a,n_layer=2/best.pt       out/run,init_from=a,n_layer=2-best
+--init_from=out/run/ckpt_1.pt             out/run,init_from=run-ckpt_1
 lab.py                                    out/lab
 lab.py two.py --seed=3                    out/two,lab,seed=3
 """
@@ -99,16 +90,13 @@ DIFFERENCES = {  # flags: words
 
 
 @pytest.mark.parametrize("flags", DIFFERENCES)
-def test_another_knob_is_another_run(refused, stopped, tmp_path, flags):
-    """With both values, and the ways on."""
-    stopped(tmp_path)
+def test_another_knob_is_another_run(refused, stopped, flags):
     ways = ["--resume=force", "--resume=restart", "--out_dir=run_2"]
     refused(*flags.split(), words=[*DIFFERENCES[flags], *ways])
 
 
 def test_other_data_are_another_run(run_train, refused, stopped, tmp_path):
     """Another text under the same name, other rows, another file that the data names."""
-    stopped(tmp_path)
     make_dataset(tmp_path / "data", "small", "another text " * 240)
     refused(f"--data_dir={tmp_path}/data", words=["fingerprint", " -> "])
     fewer = around("open_dataset", then="result[0].tokens = result[0].tokens[:1000]")
@@ -131,9 +119,8 @@ def test_a_knob_of_a_fork_is_another_run_unless_it_is_free(run_train, refused):
     assert event["changed"] == {"alpha": [0.01, 0.5]}
 
 
-def test_what_is_free_is_said_and_not_refused(run_train, stopped, tmp_path):
+def test_what_is_free_is_said_and_not_refused(run_train, stopped):
     """Torch, threads, plumbing.py: what may explain a difference."""
-    stopped(tmp_path)
     other = """
 def describe(device, inner=plumbing.describe):
     return inner(device) | {"torch": "9.9", "threads": 64}
@@ -148,16 +135,14 @@ plumbing.describe = describe
     assert "torch 2" in done.stdout and "-> 9.9" in done.stdout
 
 
-# ---- the code ------------------------------------------------------------------------------------
-
-HELPER = "rate = 2.0\n\n\ndef scaled(loss):\n    return loss * rate\n"
+HELPER = "rate = 2.0\n\n\ndef scaled(lr):\n    return lr * rate\n"
 LAB = '''
 """A script."""
 import os
 import signal
 
-import helper
 import train
+from helpers import values
 
 train.knob("alpha", 0.5, "weight")
 train.min_lr = 1e-5
@@ -168,10 +153,10 @@ if "LATE" in os.environ:
     import late  # only the first time
 
 
-def train_step(run, *rest, inner=train.train_step):
+def train_step(run, inputs, targets, lr, inner=train.train_step):
     if run.state["step"] == 5 and "STOP" in os.environ:
         os.kill(os.getpid(), signal.SIGTERM)
-    return inner(run, *rest)
+    return inner(run, inputs, targets, values.scaled(lr))
 
 
 train.train_step = train_step
@@ -181,48 +166,48 @@ train.main()
 
 @pytest.fixture
 def lab(tmp_path, data_dir):
-    """lab(*flags, code=0, STOP="1") -> the output of the real `python lab.py`, in a folder that has a
-    helper of its own, of a copy of train.py."""
+    """lab(code=0, STOP="1", ...) -> the output of the real `python lab.py config/mine.py ...` in a
+    folder that has a package of its own, of a copy of train.py, which is a repository."""
     copy, folder = tmp_path / "copy", tmp_path / "lab"
-    for each in (copy, folder):
-        each.mkdir()
-    for name in "train plumbing model optim prepare_data".split():
-        shutil.copy(REPO / f"{name}.py", copy)
-    for name, text in {"helper": HELPER, "late": "value = 1\n", "lab": LAB}.items():
+    for each in (copy, folder / "helpers", folder / "config"):
+        each.mkdir(parents=True)
+    copy_code(copy)
+    (copy / "optim.py").rename(tmp_path / "optim.py")
+    (copy / "optim.py").symlink_to(tmp_path / "optim.py")
+    for words in ("init -q", "add .", "-c user.name=A -c user.email=a@b.c commit -qm 1"):
+        subprocess.run(["git", "-C", copy, *words.split()], check=True)
+    texts = {"helpers/values": HELPER, "late": "value = 1\n", "lab": LAB}
+    for name, text in (texts | {"config/mine": "weight_decay = 0.5\n"}).items():
         (folder / f"{name}.py").write_text(text)
-    words = [word for word in TINY.split() if "steps" not in word]
-    fixed = [f"--{word}" for word in (*words, f"data_dir={data_dir}", "out_dir=../run")]
+    words = [f"--{word}" for word in TINY.split() if "steps" not in word]
+    command = ["lab.py", "config/mine.py", *words, f"--data_dir={data_dir}", "--out_dir=../run"]
 
-    def run(*flags, code=0, **env):
+    def run(words=command, code=0, cwd=folder, **env):
         env = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"} | env
-        how = {"cwd": folder, "env": env, "capture_output": True, "text": True}
-        done = subprocess.run([sys.executable, "lab.py", *fixed, *flags], **how)
+        how = {"cwd": cwd, "env": env, "capture_output": True, "text": True}
+        done = subprocess.run([sys.executable, *words], **how)
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
     return run
 
 
-def edit(path, old, new):
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
-
-
 def test_code_that_computes_something_else_is_another_run(lab, tmp_path):
-    """Of the script, of a module beside it, of model.py, of a helper that only the first process
-    imported; not comments, docstrings, layout, values of knobs. The folder keeps the code, with
-    which another clone gives the same rows."""
-    lab(STOP="1", LATE="1", code=143)
+    """Of the script, of a package beside it, of model.py, of optim.py, which is a symlink, of a helper
+    that only the first process imported; not comments, docstrings, layout, values of knobs. The folder keeps the code and the
+    diff, with which the command of the run gives the same rows in another clone."""
     copy, folder, code = (tmp_path / name for name in ("copy", "lab", "run/code"))
+    edit(copy / "model.py", "10_000.0", "99.0")
+    edit(copy / "plumbing.py", '"""', '"""Edited. ')
+    lab(STOP="1", LATE="1", code=143)
     names = {str(path.relative_to(code)) for path in code.rglob("*.py")}
-    assert names >= {"lab.py", "helper.py", "late.py", "train.py", "model.py", "optim.py"}
+    assert names >= {"lab.py", "helpers/values.py", "late.py", "train.py", "model.py", "optim.py"}
     before = tree(tmp_path / "run")
-    texts = {path: path.read_text() for path in (*copy.glob("*.py"), *folder.glob("*.py"))}
-    other_model = (copy / "model.py", "math.sqrt(self.qkv.in_features)", "self.qkv.in_features")
+    texts = {path: path.read_text() for path in (*copy.glob("*.py"), *folder.rglob("*.py"))}
     others = (
-        other_model,
-        (folder / "helper.py", "loss * rate", "loss + rate"),
+        (copy / "model.py", "math.sqrt(self.qkv.in_features)", "self.qkv.in_features"),
+        (tmp_path / "optim.py", 'lr = knobs["peak_lr"]', 'lr = 2 * knobs["peak_lr"]'),
+        (folder / "helpers/values.py", "lr * rate", "lr + rate"),
         (folder / "lab.py", 'run.state["step"] == 5', 'run.state["step"] == 6'),
         (folder / "late.py", "value = 1", "value = 2"),
     )
@@ -235,16 +220,22 @@ def test_code_that_computes_something_else_is_another_run(lab, tmp_path):
         path.write_text(text)
     edit(folder / "lab.py", '"""A script."""', '"""Another word."""  # and a comment')
     edit(folder / "lab.py", '"alpha", 0.5, "weight"', '"alpha", 0.5, "weight of it"')
-    edit(folder / "helper.py", "\n\n\ndef", "\n\n# a comment\ndef")
+    edit(folder / "helpers/values.py", "\n\n\ndef", "\n\n# a comment\ndef")
     edit(copy / "train.py", "keep_last = 2", "keep_last = 3")
     said = lab()
     assert "resumed at step 6: 2 steps computed again, every loss and norm the same" in said
     assert "changed: keep_last 2 -> 3" in said
     assert (code / "lab.py").read_text() == (folder / "lab.py").read_text()
-    edit(*other_model)
-    shutil.copytree(code, copy, dirs_exist_ok=True)
-    lab("--out_dir=../again")
-    assert rows(tmp_path / "again") == rows(tmp_path / "run")
+    clone = tmp_path / "other/clone"
+    subprocess.run(["git", "clone", "-q", copy, clone], check=True)
+    subprocess.run(["git", "-C", clone, "apply", code / "git.diff"], check=True)
+    for path in copy.glob("*.py"):
+        assert path.read_text() == (clone / path.name).read_text()
+    shutil.copytree(code, clone, dirs_exist_ok=True)
+    lab(plumbing.read_json(tmp_path / "run/run.json")["command"], cwd=clone, PYTHONPATH="")
+    assert rows(tmp_path / "other/run") == rows(tmp_path / "run")
+    edit(*others[0])  # nor does a finished run answer for other code
+    assert "model.py has changed" in lab(code=2)
 
 
 # ---- the ways on ---------------------------------------------------------------------------------
@@ -266,15 +257,24 @@ def test_force_goes_on_with_what_is_typed_and_begins_the_best_anew(run_train, tm
     assert (best["step"], best["best_val_loss"]) == (9, 2.2)
     (event,) = done.events("resume")
     assert event["changed"] == {"peak_lr": [0.001, 0.003]} and event["step"] == 3
-    assert [row["step"] for row in done.rows("train")] == [*range(1, 13)]
+    assert done.steps == [*range(1, 13)]
 
 
 def test_restart_keeps_what_is_there_and_never_refuses_it(run_train, refused, stopped, tmp_path):
-    kept = tree(stopped(tmp_path))
+    kept = tree(stopped)
     refused("--resume=never", words=["--resume=never", "--out_dir=run_2"])
     done = run_train("run", "--resume=restart", "--seed=2")
     assert not done.events("resume") and len(done.rows("train")) == 12
     assert [*tree(tmp_path / "run.old_1").values()] == [*kept.values()]
+
+
+def test_code_that_is_edited_while_a_run_starts_is_refused(python_train, tmp_path):
+    """Else the run would be known by code that it does not run."""
+    text = "import train\n\nopen(__file__, 'a').write('# more')\ntrain.main()\n"
+    (tmp_path / "lab.py").write_text(text)
+    done = python_train("run", script="lab.py", code=2)
+    assert "lab.py was edited while this run started; type the same" in done.output
+    assert not done.out_dir.exists()
 
 
 def test_a_finished_run_never_answers_for_another_one(run_train, refused, tmp_path):
@@ -283,7 +283,7 @@ def test_a_finished_run_never_answers_for_another_one(run_train, refused, tmp_pa
     before = tree(tmp_path / "run")
     again = run_train("run", "--log_interval=3")
     assert "run: finished at step 12; best validation loss" in again.stdout
-    assert "to train longer raise --max_steps with --out_dir=run" in again.stdout
+    assert "raise --max_steps, with --decay_steps=12 --out_dir=run; anew" in again.stdout
     assert tree(tmp_path / "run") == before
     for force in ([], ["--resume=force"]):
         refused("--peak_lr=0.5", *force, words=["peak_lr 0.001 -> 0.5"])
@@ -299,7 +299,8 @@ def test_longer_and_shorter(run_train, tmp_path):
     done = run_train("run", "--max_steps=14", hint)
     assert [row["lr"] for row in done.rows("train")][-2:] == [1e-4, 1e-4]
     planned = run_train("run", "--max_steps=20", "--resume=force")
-    assert planned.rows("train")[-1]["lr"] > 1e-4
+    last = planned.rows("train")[-1]["lr"]
+    assert f"cosine 0.001 to {last:g}" in planned.stdout and last > 1e-4
     for schedule in ("constant", "step"):
         flags = (f"--schedule={schedule}", "--warmup_steps=0")
         run_train(schedule, *flags, "--max_steps=8")
@@ -332,20 +333,17 @@ def test_a_branch_is_a_copy_of_a_checkpoint(run_train, tmp_path):
     shutil.copy(parent.checkpoint(8), tmp_path / "b")
     assert run_train("b", "--peak_lr=0.01", code=2).stderr.count("peak_lr 0.001 -> 0.01") == 1
     done = run_train("b", "--peak_lr=0.01", "--resume=force")
-    assert [row["step"] for row in done.rows("train")] == [9, 10, 11, 12]
+    assert done.steps == [9, 10, 11, 12]
     assert done.rows("train")[0]["lr"] > 1e-3 and state_in(done.out_dir / "best.pt")["step"] == 12
     assert not (done.out_dir / "best_before.pt").exists()
 
 
-def test_an_older_format_is_refused_with_its_commit(refused, stopped, tmp_path):
-    path = stopped(tmp_path) / "ckpt_00000006.pt"
+def test_an_older_format_is_refused_with_its_commit(refused, stopped):
+    path = stopped / "ckpt_00000006.pt"
     older = torch.load(path, weights_only=True)
     older["format"], older["run"]["git_commit"] = 2, "abcdef0"
     torch.save(older, path)
     refused(words=["ckpt_00000006.pt has another format", "check out the commit abcdef0"])
-
-
-# ---- another run's weights -----------------------------------------------------------------------
 
 
 def test_a_run_may_begin_with_the_averages_of_another(run_train):
@@ -370,7 +368,7 @@ def test_a_run_may_begin_with_the_averages_of_another(run_train):
             f"--init_from={source}x": "12.pt" if source == path else "12.safetensors",
         }.items():
             done = run_train("other", f"--init_from={source}", flags, code=2)
-            assert words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+            done.is_one_line(words)
             assert not done.out_dir.exists()
 
 

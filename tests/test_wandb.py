@@ -91,5 +91,5 @@ def test_each_row_arrives_under_one_id_whatever_else_is_logged_and_after_a_failu
 def test_without_the_package_it_is_one_line_and_nothing_is_trained(train):
     missing = "import sys; sys.modules['wandb'] = None\n"
     done = train("run", before=missing, code=2)
-    assert "wandb is not installed; type: pip install wandb" in done.stderr
-    assert len(done.stderr.splitlines()) == 1 and not done.out_dir.exists()
+    done.is_one_line("wandb is not installed; type: pip install wandb")
+    assert not done.out_dir.exists()

@@ -6,9 +6,8 @@ from shared import model, nn, train
 class MLP(model.MLP):
     def __init__(self, config):
         super().__init__(config)
-        self.adapter = nn.Sequential(
-            nn.Linear(config.n_embd, 8), nn.GELU(), nn.Linear(8, config.n_embd)
-        )
+        down, up = nn.Linear(config.n_embd, 8), nn.Linear(8, config.n_embd)
+        self.adapter = nn.Sequential(down, nn.GELU(), up)
 
     def forward(self, x):
         y = super().forward(x)

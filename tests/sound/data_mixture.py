@@ -21,13 +21,9 @@ class Mixture(torch.utils.data.Dataset):
 
 def open_dataset(saved, inner=train.open_dataset):
     train_data, val_data, facts = inner(saved)
-    texts = [
-        train.ShuffledWindows(half, train.block_size, train.seed)
-        for half in np.array_split(train_data.tokens, 2)
-    ]
-    parts = [
-        train.OrderedWindows(half, train.block_size) for half in np.array_split(val_data.tokens, 2)
-    ]
+    size, halves = train.block_size, np.array_split(train_data.tokens, 2)
+    texts = [train.ShuffledWindows(half, size, train.seed) for half in halves]
+    parts = [train.OrderedWindows(half, size) for half in np.array_split(val_data.tokens, 2)]
     meta = {name: facts["meta"][name] for name in facts["meta"] if not name.startswith("val_")}
     return Mixture(texts), {"first": parts[0], "second": parts[1]}, facts | {"meta": meta}
 

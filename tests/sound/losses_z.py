@@ -1,18 +1,12 @@
 """PaLM's z-loss, in training only (Chowdhery et al. 2022, section 5)."""
 
-from shared import model
+from shared import Taught, model
 
 
-class GPT(model.GPT):
-    def forward(self, inputs, targets=None, **options):
-        logits = super().forward(inputs, **options)
-        if targets is None:
-            return logits
-        loss = model.cross_entropy(logits, targets)
-        if not self.training:
-            return loss, {"accuracy": model.accuracy(logits, targets)}
+class GPT(Taught):
+    def train_loss(self, logits, inputs, targets):
         z = logits.float().logsumexp(-1).square()[targets != -100].mean()
-        return loss + 1e-3 * z, {"z": z.detach()}
+        return model.cross_entropy(logits, targets) + 1e-3 * z, {"z": z.detach()}
 
 
 model.GPT = GPT

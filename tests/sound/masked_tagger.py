@@ -12,11 +12,9 @@ class Tagger(nn.Module):
 
     def forward(self, words, tags=None):
         logits = self.head(self.gru(self.embedding(words))[0])
-        return (
-            logits
-            if tags is None
-            else F.cross_entropy(logits.float().flatten(0, 1), tags.flatten())
-        )
+        if tags is None:
+            return logits
+        return F.cross_entropy(logits.float().flatten(0, 1), tags.flatten())
 
 
 rng = np.random.RandomState(0)

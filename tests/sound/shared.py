@@ -51,6 +51,15 @@ def classify(net=Net, rows=None, held_out=None):
     train.build_model = lambda config, vocab_size: net(config)
 
 
+class Taught(model.GPT):
+    """A GPT whose loss in training is train_loss(logits, inputs, targets)."""
+
+    def forward(self, inputs, targets=None, **options):
+        if targets is None or not self.training:
+            return super().forward(inputs, targets, **options)
+        return self.train_loss(super().forward(inputs, **options), inputs, targets)
+
+
 class LoRA(nn.Module):
     """A frozen layer, and a product of two small matrices beside it (Hu et al. 2021)."""
 
