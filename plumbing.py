@@ -37,8 +37,19 @@ import zlib
 from functools import partial
 from pathlib import Path
 
-STARTED, STARTED_AT = time.perf_counter(), time.time()
 REPO = Path(__file__).resolve().parent
+
+
+def age_of_process():
+    """Seconds since it began, with what a script has imported before this file; 0 where unknown."""
+    if sys.platform != "linux":
+        return 0.0
+    ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+
+
+STARTED = time.perf_counter() - age_of_process()
+STARTED_AT = time.time() - age_of_process()
 
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
@@ -210,17 +221,26 @@ def read_config(path, config):
     if not os.path.isfile(path):
         fail(f"no config file {path} in {os.getcwd()}")
     values = runpy.run_path(path, config)
-    return {n: x for n, x in values.items() if n[0] != "_" and x is not config.get(n)}
+    found = {n: x for n, x in values.items() if n[0] != "_" and x is not config.get(n)}
+    unknown = [f"{name} ({hint_for(name, config)})" for name in found if name not in config]
+    if unknown:
+        fail(f"{path}: unknown names: {', '.join(unknown)}")
+    return found
+
+
+def hint_for(name, config):
+    """What to type instead of a name that is no knob."""
+    hint = "--help lists every name; one of your own, in a file, begins with _"
+    for near in difflib.get_close_matches(name, config, n=1):
+        hint = f"did you mean {near}?"
+    return NAMES_ELSEWHERE.get(name, hint)
 
 
 def accept(written, name, value, config):
     """`value` as the type of the knob. Raises BadInput that quotes `written`: the flag, or the file
     and the assignment in it."""
     if name not in config:
-        hint = "--help lists every name; one of your own, in a file, begins with _"
-        for near in difflib.get_close_matches(name, config, n=1):
-            hint = f"did you mean {near}?"
-        fail(f"unknown name {name!r} in {written}; {NAMES_ELSEWHERE.get(name, hint)}")
+        fail(f"unknown name {name!r} in {written}; {hint_for(name, config)}")
     default, text = config.default[name], show(value)
     kind = type(default)
     choices = config.choices.get(name, (True, False) if kind is bool else ())

@@ -1,7 +1,7 @@
 """TinyShakespeare by character with the plain transformer: one layer, no extras, minutes on two CPU
 cores.
 
-python train.py config/shakespeare.py: validation loss 1.575 ± 0.005 (five seeds).
+python train.py config/shakespeare.py: validation loss 1.577 ± 0.003 (five seeds).
 config/shakespeare_extras.py, for examples/ngram.py, adds a table and a convolution: 1.462 ± 0.003.
 """
 

@@ -1,7 +1,7 @@
 """Whole runs beside nanoGPT's, each a plain command in a process of its own, on the same texts.
 
     git clone https://github.com/karpathy/nanoGPT ../nanoGPT
-    NANOGPT=../nanoGPT python examples/beside_nanogpt.py    # 90 minutes on two cores; run nothing else
+    NANOGPT=../nanoGPT python examples/beside_nanogpt.py    # 45 to 90 minutes on two cores; run nothing else
     NANOGPT=../nanoGPT python examples/beside_nanogpt.py --seeds=1 --flags=--max_steps=50    # a trial
     python examples/beside_nanogpt.py --record=records/beside_nanogpt/results.json --to=docs/headline.png
 
@@ -163,9 +163,12 @@ def draw(curves):
         xscale="log",
         xlabel="seconds since the start of the process",
         ylabel=f"validation loss (nats), {text}",
-        ylim=(None, 3),
+        ylim=(1.4, 2.8),  # with room for the legend
+        xticks=(2, 5, 10, 20, 50, 100),
     )
-    axes.legend(frameon=False)
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.legend(frameon=False, loc="lower left")
     figure.savefig(to, dpi=150)
 
 

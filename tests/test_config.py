@@ -86,7 +86,6 @@ BAD_FLAGS = """
 --peak_lr             --peak_lr: expected float, such as --peak_lr=0.001
 --out_dir=            --out_dir=: expected str
 --compile=perhaps     --compile=perhaps: expected auto | true | false
---report=maybe        --report=maybe: expected true | false
 --optimizer=lion      --optimizer=lion: expected adamw | adam | sgd | momentum | muon
 --schedule=cos        expected cosine | linear | constant | step | onecycle
 --dtype=fp16          expected auto | float32 | bfloat16 | float16
@@ -96,13 +95,13 @@ a                     unexpected argument 'a'
 --batch_size=0        --batch_size=0: expected 1 or more
 --dropout=1           --dropout=1.0: expected 0 or more, and less than 1
 --beta2=-0.1          --beta2=-0.1: expected 0
---save_interval=-5    --save_interval=-5: expected 0 or more
 --peak_lr=inf         --peak_lr=inf: expected 0 or more
 --min_lr=0.1          --min_lr=0.1: expected no more than --peak_lr=0.001
 --warmup_steps=3000   --warmup_steps=3000: expected no more than --max_steps=2000
 bad.py: batch_size = True   bad.py: batch_size = True: expected int, such as --batch_size=
 bad.py: import math         one of your own, in a file, begins with _
 bad.py: peak_rl = 1         did you mean peak_lr?
+bad.py: lr = max_iters = 2  unknown names: lr (here it is peak_lr), max_iters (here it is max_steps)
 """
 
 
@@ -149,12 +148,8 @@ def test_help_has_every_knob_at_the_width_of_the_terminal(columns):
     knobs = shown[shown.index("# The run") :]  # below the docstring, which stays as it is
     assert max(map(len, knobs.splitlines())) <= columns
     assert "peak_lr = 1e-3" in shown and "# The optimizer" in shown
-
-
-def test_help_through_head_ends_without_a_traceback():
-    command = f"{sys.executable} train.py --help | head -n 1"
-    done = subprocess.run(command, shell=True, cwd=REPO, capture_output=True, text=True)
-    assert done.stdout.startswith("An honest training loop") and not done.stderr
+    words = f"{sys.executable} train.py --help | head -n 1"
+    assert not subprocess.run(words, shell=True, cwd=REPO, capture_output=True).stderr
 
 
 def test_a_run_shows_its_plan_a_table_and_on_a_terminal_the_live_step(data_dir, tmp_path):

@@ -268,6 +268,14 @@ def test_restart_keeps_what_is_there_and_never_refuses_it(run_train, refused, st
     assert [*tree(tmp_path / "run.old_1").values()] == [*kept.values()]
 
 
+def test_the_time_of_a_run_includes_what_its_script_did_before_it(python_train, tmp_path):
+    text = "import time\nbegan = time.time()\ntime.sleep(1)\nimport train\ntrain.main()\n"
+    (tmp_path / "lab.py").write_text(f"{text}print('seconds', time.time() - began)\n")
+    done = python_train("run", script="lab.py")
+    elapsed = float(done.output.rpartition("seconds ")[2])
+    assert sum(done.facts["state"]["seconds"].values()) > elapsed - 0.5
+
+
 def test_code_that_is_edited_while_a_run_starts_is_refused(python_train, tmp_path):
     """Else the run would be known by code that it does not run."""
     text = "import train\n\nopen(__file__, 'a').write('# more')\ntrain.main()\n"

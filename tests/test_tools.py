@@ -196,9 +196,7 @@ sample RUN --export=/no/w           --export=/no/w cannot be written
 replay RUN                          expected RUN --step=N
 replay RUN --step=3 --verify=true   expected RUN --step=N
 replay / --step=3                   holds no run
-replay RUN /                        holds no run
 replay RUN --step=99                --step=99
-replay RUN --step=3 none.py         no config file
 bench --only=laddr                  no part 'laddr'
 bench --only=memory --n_heads=3     did you mean n_head?
 """
