@@ -45,11 +45,13 @@ def age_of_process():
     if sys.platform != "linux":
         return 0.0
     ticks = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+    began = (int(ticks) + 1) / os.sysconf("SC_CLK_TCK")  # a tick is 10 ms, and counted when it ends
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
 
 
-STARTED = time.perf_counter() - age_of_process()
-STARTED_AT = time.time() - age_of_process()
+AGE = age_of_process()
+STARTED = time.perf_counter() - AGE
+STARTED_AT = time.time() - AGE
 
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
