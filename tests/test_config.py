@@ -101,7 +101,7 @@ a                     unexpected argument 'a'
 bad.py: batch_size = True   bad.py: batch_size = True: expected int, such as --batch_size=
 bad.py: import math         one of your own, in a file, begins with _
 bad.py: peak_rl = 1         did you mean peak_lr?
-bad.py: lr = max_iters = 2  unknown names: lr (here it is peak_lr), max_iters (here it is max_steps)
+bad.py: lr = max_iters = 2   lr (here it is peak_lr), max_iters (here it is max_steps)
 """
 
 
